@@ -1,0 +1,83 @@
+"""Prices, in seconds: a roofline for local compute and alpha + bytes / bandwidth for a collective.
+
+Profiles are plain data.  Rates are of one device: matmul rates in flop/s by element size, memory in bytes/s.
+An axis of a mesh runs over the fast link when it and all axes inside it fit within ``node_size`` devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .collectives import wire_bytes
+from .placements import Mesh, SpmdError
+
+
+@dataclass(frozen=True)
+class Link:
+    """``alpha`` seconds a message step and ``bandwidth`` bytes/s a device."""
+
+    alpha: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a device and its links can do.  ``axis_links`` overrides the link of a named axis."""
+
+    name: str
+    matmul: Mapping[int, float]  # flop/s by bytes per element
+    memory: float  # bytes/s
+    launch: float  # seconds per kernel
+    intra: Link
+    inter: Link
+    node_size: int = 8
+    axis_links: Mapping[str, Link] = field(default_factory=dict)
+
+    def link(self, mesh: Mesh, axis: str) -> Link:
+        if axis in self.axis_links:
+            return self.axis_links[axis]
+        inside = math.prod(mesh.shape[mesh.axes.index(axis) :])
+        return self.intra if inside <= self.node_size else self.inter
+
+    def collective(self, mesh: Mesh, kind: str, axes: tuple[str, ...], result_bytes: float) -> float:
+        """Seconds of a collective over ``axes`` whose result on one device has ``result_bytes``."""
+        parts = math.prod(mesh[a] for a in axes)
+        if parts == 1:
+            return 0.0
+        links = [self.link(mesh, a) for a in axes]
+        link = max(links, key=lambda k: (1 / k.bandwidth, k.alpha))
+        steps = {"all_reduce": 2 * (parts - 1), "permute": 1, "all_to_all": 1}.get(kind, parts - 1)
+        return link.alpha * math.sqrt(steps) + wire_bytes(kind, result_bytes, parts) / link.bandwidth
+
+    def compute(self, flops: float, nbytes: float, element: int) -> float:
+        """Seconds of one local kernel: the slower of its matmul flops and its memory traffic, plus the launch."""
+        rate = self.matmul.get(element) or self.matmul[min(self.matmul, key=lambda k: abs(k - element))]
+        return max(flops / rate, nbytes / self.memory) + self.launch
+
+
+_NVLINK = Link(4e-6, 370e9)
+PROFILES = {
+    "h100": Profile("h100", {2: 660e12, 4: 330e12, 8: 50e12}, 2.8e12, 1.5e-6, _NVLINK, Link(9e-6, 42e9)),
+    "a100": Profile("a100", {2: 240e12, 4: 120e12, 8: 15e12}, 1.6e12, 2e-6, Link(4e-6, 230e9), Link(9e-6, 20e9)),
+    "b200": Profile("b200", {2: 1600e12, 4: 800e12, 8: 30e12}, 6.5e12, 1.5e-6, Link(4e-6, 740e9), Link(9e-6, 42e9)),
+    "cpu": Profile("cpu", {2: 20e9, 4: 60e9, 8: 30e9}, 8e9, 2e-6, Link(5e-5, 1e9), Link(5e-5, 1e9)),
+    # wire bytes alone: a second is a byte.  Matmul work is so dear that it is never repeated, memory traffic is
+    # nearly free, and alpha only breaks ties between plans of equal bytes toward fewer collectives.
+    "bytes": Profile("bytes", {4: 1.0}, 1e9, 0.0, Link(1e-3, 1.0), Link(1e-3, 1.0)),
+}
+
+
+def profile_of(profile: str | Profile | None) -> Profile:
+    """The profile named, given, or (None) that of the device at hand."""
+    if isinstance(profile, Profile):
+        return profile
+    if profile is None:
+        import torch
+
+        name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
+        return next((p for key, p in PROFILES.items() if key in name), PROFILES["h100"])
+    if profile not in PROFILES:
+        raise SpmdError(f"unknown profile {profile!r}; there are {', '.join(PROFILES)}, or give a Profile")
+    return PROFILES[profile]

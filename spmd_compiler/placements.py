@@ -1,0 +1,248 @@
+"""`Mesh` and `Spec`: a named grid of devices, and where one value lives on it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .symbolic import IntExpr, length, offset
+
+REDUCE_OPS = ("sum", "max", "min", "product")
+
+
+class SpmdError(ValueError):
+    """Bad input: names the node, the source line, the placements and the remedy."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A named grid of devices that needs no process group.
+
+    ``Mesh({"dp": 2, "tp": 4})``.  Ranks are numbered in row-major order (the last axis varies fastest).
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def __init__(self, sizes: Mapping[str, int] | Sequence[tuple[str, int]]) -> None:
+        items = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
+        if not items:
+            raise SpmdError("a mesh needs at least one axis")
+        for name, size in items:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise SpmdError(f"mesh axis name {name!r} is not an identifier")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise SpmdError(f"mesh axis {name!r} has size {size!r}; a positive integer is needed")
+        if len({n for n, _ in items}) != len(items):
+            raise SpmdError(f"mesh axis names repeat: {[n for n, _ in items]}")
+        object.__setattr__(self, "axes", tuple(n for n, _ in items))
+        object.__setattr__(self, "shape", tuple(s for _, s in items))
+
+    @staticmethod
+    def of(mesh: Any) -> Mesh:
+        """``mesh`` itself, a dict, or the abstract form of a torch ``DeviceMesh`` (axes named ``d0``... if unnamed)."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return Mesh(mesh)
+        shape = getattr(mesh, "shape", None)
+        if shape is None:
+            raise SpmdError(f"expected a Mesh, a dict of axis sizes or a DeviceMesh, got {type(mesh).__name__}")
+        names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(len(shape)))
+        return Mesh(list(zip(names, map(int, shape), strict=True)))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __getitem__(self, axis: str) -> int:
+        try:
+            return self.shape[self.axes.index(axis)]
+        except ValueError:
+            raise SpmdError(f"mesh {self} has no axis {axis!r}") from None
+
+    def coordinates(self) -> Iterator[dict[str, int]]:
+        """The coordinates of every rank, in rank order."""
+        for place in itertools.product(*(range(s) for s in self.shape)):
+            yield dict(zip(self.axes, place, strict=True))
+
+    def __repr__(self) -> str:
+        return "mesh(" + ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.shape, strict=True)) + ")"
+
+
+def placement_text(p: Placement) -> str:
+    if isinstance(p, Shard):
+        return f"S({p.dim})"
+    if isinstance(p, Partial):
+        return f"P({p.reduce_op})"
+    return "R"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One placement for each mesh axis, of one value, and the nesting of axes that share a dim.
+
+    ``placements[i]`` is the placement on ``axes[i]`` (``Shard(dim)`` with ``dim >= 0``, ``Replicate()`` or
+    ``Partial(op)``).  ``nesting`` holds, for each dim sharded on two axes or more, those axes outermost first;
+    left out, the order is the mesh's (the first axis is outermost, as in DTensor).  Two specs are equal when
+    they place every element alike.
+    """
+
+    axes: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    nesting: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.placements):
+            raise SpmdError(f"{len(self.placements)} placements for {len(self.axes)} mesh axes {self.axes}")
+        shared: dict[int, list[str]] = {}
+        for axis, p in zip(self.axes, self.placements, strict=True):
+            if isinstance(p, Shard):
+                if p.dim < 0:
+                    raise SpmdError(f"Shard({p.dim}) on axis {axis!r}: a spec's dims are counted from 0")
+                shared.setdefault(p.dim, []).append(axis)
+            elif isinstance(p, Partial):
+                if p.reduce_op not in REDUCE_OPS:
+                    raise SpmdError(f"Partial({p.reduce_op}) on axis {axis!r}: use one of {', '.join(REDUCE_OPS)}")
+            elif not isinstance(p, Replicate):
+                raise SpmdError(f"{p!r} on axis {axis!r} is not Shard, Replicate or Partial")
+        given = {frozenset(n): tuple(n) for n in self.nesting}
+        canonical = []
+        for dim in sorted(shared):
+            if len(shared[dim]) > 1:
+                canonical.append(given.pop(frozenset(shared[dim]), tuple(shared[dim])))
+        if given:
+            raise SpmdError(f"nesting {tuple(given.values())} does not match the placements {self.placements}")
+        object.__setattr__(self, "nesting", tuple(canonical))
+        object.__setattr__(self, "_hash", hash((self.axes, str(self.placements), self.nesting)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    @staticmethod
+    def replicate(mesh: Mesh) -> Spec:
+        return Spec(mesh.axes, (Replicate(),) * len(mesh.axes))
+
+    @staticmethod
+    def of(mesh: Mesh, placements: Any, ndim: int) -> Spec:
+        """The spec of ``{axis: placement}`` (axes not named are Replicate), of a sequence in axis order, or a Spec.
+
+        Negative dims are normalised.  Raises `SpmdError` for an unknown axis, a dim out of range, or a wrong
+        number of placements.
+        """
+        if isinstance(placements, Spec):
+            if placements.axes != mesh.axes:
+                raise SpmdError(f"spec {placements} is for axes {placements.axes}, not for {mesh}")
+            placements, nesting = placements.placements, placements.nesting
+        else:
+            nesting = ()
+        if isinstance(placements, Mapping):
+            for axis in placements:
+                if axis not in mesh.axes:
+                    raise SpmdError(f"{mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+            placements = [placements.get(a, Replicate()) for a in mesh.axes]
+        elif isinstance(placements, Placement):
+            placements = [placements]
+        placements = list(placements)
+        if len(placements) != len(mesh.axes):
+            raise SpmdError(f"{len(placements)} placements {placements} for the {len(mesh.axes)} axes of {mesh}")
+        for i, p in enumerate(placements):
+            if isinstance(p, Shard):
+                if not -ndim <= p.dim < ndim:
+                    raise SpmdError(
+                        f"Shard({p.dim}) on axis {mesh.axes[i]!r}: dim out of range for a tensor of {ndim} dims"
+                    )
+                placements[i] = Shard(p.dim % ndim)
+        return Spec(mesh.axes, tuple(placements), nesting)
+
+    def __getitem__(self, axis: str) -> Placement:
+        return self.placements[self.axes.index(axis)]
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes on which ``dim`` is sharded, outermost first."""
+        axes = tuple(
+            a for a, p in zip(self.axes, self.placements, strict=True) if isinstance(p, Shard) and p.dim == dim
+        )
+        if len(axes) > 1:
+            members = frozenset(axes)
+            return next(n for n in self.nesting if frozenset(n) == members)
+        return axes
+
+    def partial_axes(self) -> tuple[str, ...]:
+        return tuple(a for a, p in zip(self.axes, self.placements, strict=True) if isinstance(p, Partial))
+
+    def is_replicated(self) -> bool:
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[IntExpr, ...]:
+        """The local sizes of a value of global ``shape``; symbolic where ranks differ."""
+        local: list[IntExpr] = []
+        for dim, n in enumerate(shape):
+            size: IntExpr = int(n)
+            for axis in self.axes_of(dim):
+                size = length(size, mesh[axis], axis)
+            local.append(size)
+        return tuple(local)
+
+    def local_offset(self, shape: Sequence[int], mesh: Mesh) -> tuple[IntExpr, ...]:
+        """The global index of the local piece's first element, one per dim."""
+        offsets: list[IntExpr] = []
+        for dim, n in enumerate(shape):
+            size, begin = int(n), 0
+            for axis in self.axes_of(dim):
+                begin = begin + offset(size, mesh[axis], axis)
+                size = length(size, mesh[axis], axis)
+            offsets.append(begin)
+        return tuple(offsets)
+
+    def is_even(self, shape: Sequence[int], mesh: Mesh) -> bool:
+        """Whether every rank holds the same sizes."""
+        return all(isinstance(n, int) for n in self.local_shape(shape, mesh))
+
+    def shards(self, mesh: Mesh) -> int:
+        """Into how many pieces the value is cut."""
+        return math.prod(mesh[a] for a, p in zip(self.axes, self.placements, strict=True) if isinstance(p, Shard))
+
+    def __repr__(self) -> str:
+        parts = []
+        for axis, p in zip(self.axes, self.placements, strict=True):
+            text = placement_text(p)
+            if isinstance(p, Shard) and len(order := self.axes_of(p.dim)) > 1:
+                text += "@" + "/".join(order)
+            parts.append(f"{axis}: {text}")
+        return "{" + ", ".join(parts) + "}"
+
+    @staticmethod
+    def parse(text: str) -> Spec:
+        """The spec that prints as ``text``."""
+        body = text.strip()
+        if not (body.startswith("{") and body.endswith("}")):
+            raise SpmdError(f"{text!r} is not a spec such as {{dp: S(0), tp: R}}")
+        axes, placements, nesting = [], [], set()
+        for part in filter(None, (p.strip() for p in body[1:-1].split(","))):
+            match = re.fullmatch(r"(\w+): (?:(R)|S\((\d+)\)(?:@([\w/]+))?|P\((\w+)\))", part)
+            if match is None:
+                raise SpmdError(f"{part!r} in spec {text!r} is not 'axis: R', 'axis: S(dim)' or 'axis: P(op)'")
+            axis, replicate, dim, order, op = match.groups()
+            axes.append(axis)
+            if replicate:
+                placements.append(Replicate())
+            elif dim is not None:
+                placements.append(Shard(int(dim)))
+                if order:
+                    nesting.add(tuple(order.split("/")))
+            else:
+                placements.append(Partial(op))
+        return Spec(tuple(axes), tuple(placements), tuple(sorted(nesting)))

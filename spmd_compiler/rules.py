@@ -1,0 +1,332 @@
+"""Sharding rules in factor notation, and the choices they give a node.
+
+A *factor* is a letter that ties dims of operands and results together: ``"m k, k n -> m n"`` says that
+sharding ``m`` shards dim 0 of the first operand and of the result, and that sharding ``k`` shards both operands
+and leaves the result ``Partial("sum")``.  A rule speaks of no mesh, rank or number of devices; on one axis it
+yields these choices:
+
+* everything replicated;
+* one factor sharded: an operand that lacks it is replicated, a result that lacks it is partial;
+* partials passed through where the op is linear: the operands of one `Linear` group partial, the others
+  replicated, the results partial.
+
+On a mesh a node's choices are the product over axes, each shared factor in every nesting order
+(`choices`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.fx import Node
+
+from .ir import operands, results
+from .placements import Mesh, Spec
+
+Dims = tuple[tuple[str, ...], ...]  # of one tensor: for each dim its factors, major first
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Operands that may be partial together (the op is linear in them jointly) for each of ``ops``."""
+
+    operands: tuple[int, ...]
+    ops: tuple[str, ...] = ("sum",)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of one node.
+
+    ``reduce`` gives, for a factor absent from a result, the op that makes the result whole (``"sum"`` if not
+    named); ``"none"`` says that the local form has done it already and the result is replicated.  Factors in
+    ``whole`` are never sharded.  ``form`` writes the local nodes (`ir.Emit`); without one the same op runs on
+    local pieces.  ``flops`` counts matmul-like work of the global op.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    linear: tuple[Linear, ...] = ()
+    form: Callable[..., Any] | None = None
+    flops: float = 0.0
+    even: bool = False  # True: only factors that divide evenly may be sharded (the form can't do uneven pieces)
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for rules that give equal choices."""
+        return (
+            self.operands, self.results, tuple(sorted(self.sizes.items())), tuple(sorted(self.reduce.items())),
+            self.whole, self.linear, self.flops, self.even,
+        )  # fmt: skip
+
+    def shardable(self) -> list[str]:
+        """The factors that a mesh axis may shard: not whole, and the major one of every dim they stand in."""
+        minor = {f for dims in self.operands + self.results for dim in dims for f in dim[1:]}
+        return [f for f, n in self.sizes.items() if n > 1 and f not in minor and f not in self.whole]
+
+    def composite(self) -> frozenset[str]:
+        """Factors that share a dim with others: their pieces must be even to be pieces of the dim."""
+        return frozenset(f for dims in self.operands + self.results for dim in dims if len(dim) > 1 for f in dim)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One legal way to run a node: specs of operands and results, and the axes that shard each factor."""
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec | None, ...]
+    factor_axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+# --- registry ----------------------------------------------------------------------------------------------
+
+RuleFunction = Callable[[Node], "Rule | None"]
+RULES: dict[Any, RuleFunction] = {}
+
+
+def define(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function ``node -> Rule`` (None: this use of the op has no rule) for overloads or packets."""
+
+    def add(function: RuleFunction) -> RuleFunction:
+        for op in ops:
+            RULES[op] = function
+        return function
+
+    return add
+
+
+def rule(
+    op: Any,
+    text: str,
+    *,
+    reduce: Mapping[str, str] | None = None,
+    whole: str | Sequence[str] = (),
+    linear: Sequence[Sequence[int]] = (),
+    form: Callable[..., Any] | None = None,
+    flops: str | None = None,
+    even: bool = False,
+) -> None:
+    """Register the rule ``text`` for an overload or packet (or several, as a tuple).
+
+    ``text`` is ``"m k, k n -> m n"``: a term per tensor argument and per result; dims are letters, ``1`` (tied to
+    nothing), ``(a b)`` (one dim made of two factors) or ``...`` (any number of leading dims, aligned to the
+    right and broadcast).  ``linear`` lists groups of operands that may be partial together; ``flops`` names the
+    factors whose product is the multiply-add count (2 flops each).  Trailing optional tensors may be absent.
+    """
+    template = parse_rule(text)
+
+    def instantiate(node: Node) -> Rule | None:
+        return template.instantiate(
+            node, reduce=dict(reduce or {}), whole=frozenset(whole), form=form, flops=flops, even=even,
+            linear=tuple(Linear(tuple(g)) for g in linear),
+        )  # fmt: skip
+
+    for one in op if isinstance(op, tuple) else (op,):
+        RULES[one] = instantiate
+
+
+def register_rule(op: Any, text: str, **kwargs: Any) -> None:
+    """`rule` under its public name: teach the compiler an operator of your own."""
+    rule(op, text, **kwargs)
+
+
+def rule_of(node: Node) -> Rule | None:
+    """The rule of a node, found by overload, then by packet; None when there is none."""
+    function = RULES.get(node.target) or RULES.get(getattr(node.target, "overloadpacket", None))
+    if function is None:
+        return None
+    if any(any(not isinstance(s, int) for s in t.shape) for t in results(node) if t is not None):
+        return None
+    found = function(node)
+    if found is not None and len(found.operands) != len(operands(node)):
+        raise AssertionError(f"{node.target}: rule has {len(found.operands)} operands, node {len(operands(node))}")
+    return found
+
+
+def replicated(node: Node) -> Rule:
+    """The rule of last resort: replicated operands and results."""
+    return Rule(
+        operands=tuple(((),) * o.meta["val"].dim() for o in operands(node)),
+        results=tuple(() if r is None else ((),) * r.dim() for r in results(node)),
+        sizes={},
+    )
+
+
+# --- templates ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Template:
+    text: str
+    operands: tuple[tuple[Any, ...], ...]
+    results: tuple[tuple[Any, ...], ...]
+
+    def instantiate(self, node: Node, *, linear: tuple[Linear, ...], flops: str | None, **fields: Any) -> Rule:
+        given = [tuple(o.meta["val"].shape) for o in operands(node)]
+        made = [() if r is None else tuple(r.shape) for r in results(node)]
+        if len(given) > len(self.operands) or len(made) != len(self.results):
+            raise ValueError(
+                f"rule {self.text!r} does not fit {node.target}: {len(given)} operands, {len(made)} results"
+            )
+        sizes: dict[str, int] = {}
+        for term, shape in zip(
+            self.operands + self.results, given + [()] * (len(self.operands) - len(given)) + made, strict=True
+        ):
+            if shape or "..." not in term:
+                self._bind_sizes(term, shape, sizes)
+        ops = tuple(self._dims(t, s, sizes) for t, s in zip(self.operands, given, strict=False))
+        res = tuple(self._dims(t, s, sizes) for t, s in zip(self.results, made, strict=True))
+        kept = tuple(g for g in linear if all(i < len(given) for i in g.operands))
+        count = 2.0 * math.prod(sizes[f] for f in flops.split()) if flops else 0.0
+        return Rule(operands=ops, results=res, sizes=sizes, linear=kept, flops=count, **fields)
+
+    def _expand(self, term: tuple[Any, ...], ndim: int) -> list[tuple[str, ...]]:
+        fixed = sum(t != "..." for t in term)
+        dims: list[tuple[str, ...]] = []
+        for t in term:
+            if t == "...":
+                extra = ndim - fixed
+                dims += [(f"~{i}",) for i in range(extra - 1, -1, -1)]
+            else:
+                dims.append(t)
+        return dims
+
+    def _bind_sizes(self, term: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+        for dim, n in zip(self._expand(term, len(shape)), shape, strict=False):
+            if len(dim) == 1:
+                sizes[dim[0]] = max(sizes.get(dim[0], 1), int(n)) if n != 0 else 0
+
+    def _dims(self, term: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
+        dims = self._expand(term, len(shape))
+        if len(dims) != len(shape):
+            raise ValueError(f"rule {self.text!r}: term {term} does not fit shape {shape}")
+        # a dim of size 1 beside a larger factor is broadcast: it is tied to nothing
+        return tuple(d if math.prod(sizes[f] for f in d) == n else () for d, n in zip(dims, shape, strict=True))
+
+
+@functools.cache
+def parse_rule(text: str) -> Template:
+    """Parse ``"m k, k n -> m n"``; errors point at the character."""
+    if text.count("->") != 1:
+        raise ValueError(f"rule {text!r}: one '->' is needed")
+    left, right = text.split("->")
+
+    def side(part: str, begin: int) -> tuple[tuple[Any, ...], ...]:
+        terms = []
+        for term in part.split(",") if part.strip() else []:
+            dims: list[Any] = []
+            for match in re.finditer(r"\.\.\.|\(([^()]*)\)|[A-Za-z_]\w*|1|\S", term):
+                token = match.group(0)
+                if token == "...":
+                    dims.append("...")
+                elif match.group(1) is not None:
+                    dims.append(tuple(match.group(1).split()))
+                elif token == "1":
+                    dims.append(())
+                elif re.fullmatch(r"[A-Za-z_]\w*", token):
+                    dims.append((token,))
+                else:
+                    at = begin + match.start()
+                    raise ValueError(f"rule {text!r}: unexpected {token!r}\n  {text}\n  {' ' * at}^")
+            terms.append(tuple(dims))
+            begin += len(term) + 1
+        return tuple(terms)
+
+    return Template(text, side(left, 0), side(right, len(left) + 2))
+
+
+# --- choices -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OneAxis:
+    """A choice on one axis: a factor, a linear group with its op, or neither."""
+
+    factor: str | None = None
+    linear: tuple[tuple[int, ...], str] | None = None
+
+
+def _on_one_axis(r: Rule) -> list[_OneAxis]:
+    found = [_OneAxis()]
+    found += [_OneAxis(factor=f) for f in r.shardable()]
+    found += [_OneAxis(linear=(g.operands, op)) for g in r.linear for op in g.ops]
+    return found
+
+
+def _placement(dims: Dims, pick: _OneAxis, operand: int | None, r: Rule) -> Any:
+    """The placement of an operand (its index) or a result (None) under a one-axis pick; None if impossible."""
+    if pick.factor is not None:
+        for i, dim in enumerate(dims):
+            if dim and dim[0] == pick.factor:
+                return Shard(i)
+        if operand is not None:
+            return Replicate()
+        op = r.reduce.get(pick.factor, "sum")
+        return Replicate() if op == "none" else Partial(op)
+    if pick.linear is not None:
+        group, op = pick.linear
+        return Partial(op) if operand is None or operand in group else Replicate()
+    return Replicate()
+
+
+def choices(
+    r: Rule, mesh: Mesh, uneven: Collection[tuple[int, int]] = (), partial_ops: Collection[str] = ("sum",)
+) -> tuple[Choice, ...]:
+    """Every choice of a node with rule ``r`` on ``mesh``.
+
+    A factor of size ``n`` is cut into ``p`` pieces only where ``p`` divides ``n`` or ``(n, p)`` is in ``uneven``
+    (sizes that the user's own placements cut unevenly).  Partials other than those of ``partial_ops`` are not
+    passed through.
+    """
+    options = [o for o in _on_one_axis(r) if o.linear is None or o.linear[1] in partial_ops]
+    composite = r.composite()
+
+    def divides(factor: str, axes: Sequence[str]) -> bool:
+        n, parts = r.sizes[factor], math.prod(mesh[a] for a in axes)
+        if n % parts == 0:
+            return True
+        return factor not in composite and not r.even and (n, parts) in uneven
+
+    per_axis = [
+        [o for o in options if mesh[a] > 1 or o == _OneAxis()]
+        for a in mesh.axes
+    ]  # fmt: skip
+    per_axis = [
+        [o for o in opts if o.factor is None or divides(o.factor, (a,)) or len(mesh.axes) > 1]
+        for a, opts in zip(mesh.axes, per_axis, strict=True)
+    ]
+    found: dict[tuple[Any, ...], Choice] = {}
+    for combo in itertools.product(*per_axis):
+        sharers: dict[str, list[str]] = {}
+        for axis, pick in zip(mesh.axes, combo, strict=True):
+            if pick.factor is not None:
+                sharers.setdefault(pick.factor, []).append(axis)
+        if not all(divides(f, axes) for f, axes in sharers.items()):
+            continue
+        ops = tuple(tuple(_placement(d, pick, i, r) for pick in combo) for i, d in enumerate(r.operands))
+        res = tuple(tuple(_placement(d, pick, None, r) for pick in combo) for d in r.results)
+        for orders in itertools.product(*(itertools.permutations(a) for a in sharers.values())):
+            nesting = tuple(o for o in orders if len(o) > 1)
+            order_of = dict(zip(sharers, orders, strict=True))
+
+            def spec(dims: Dims, placements: tuple[Any, ...], order_of: dict[str, Any] = order_of) -> Spec:
+                nests = tuple(order_of[d[0]] for d in dims if d and len(order_of.get(d[0], ())) > 1)
+                return Spec(mesh.axes, placements, nests)
+
+            choice = Choice(
+                tuple(spec(d, p) for d, p in zip(r.operands, ops, strict=True)),
+                tuple(spec(d, p) for d, p in zip(r.results, res, strict=True)),
+                tuple(order_of.items()),
+            )
+            del nesting
+            found.setdefault((choice.operands, choice.results), choice)
+    return tuple(found.values())

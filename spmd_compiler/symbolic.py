@@ -1,0 +1,108 @@
+"""Integers that depend on a device's place: sympy expressions of the coordinates ``c_<axis>``.
+
+A local size or offset is an ``int`` whenever every device agrees on it, and a sympy expression otherwise.
+Uneven pieces follow ``torch.chunk``: with ``k = ceil(n / parts)`` the piece of coordinate ``c`` starts at
+``min(n, c * k)`` and holds ``max(0, min(k, n - c * k))`` elements.  Both are kept as the uninterpreted
+functions ``chunk`` and ``start`` (sympy's own ``Min``/``Max`` take milliseconds to build), which evaluate as
+soon as their arguments are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+IntExpr = int | sympy.Expr
+
+
+def piece(n: int, parts: int, index: int) -> tuple[int, int]:
+    """``(start, length)`` of piece ``index`` of ``n`` elements cut into ``parts`` as ``torch.chunk`` does."""
+    step = -(-n // parts)
+    begin = min(n, index * step)
+    return begin, min(step, n - begin)
+
+
+class chunk(sympy.Function):
+    """``chunk(n, parts, c)``: the length of piece ``c``."""
+
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, n: sympy.Expr, parts: sympy.Expr, c: sympy.Expr) -> sympy.Expr | None:
+        if n.is_Integer and parts.is_Integer and c.is_Integer:
+            return sympy.Integer(piece(int(n), int(parts), int(c))[1])
+        return None
+
+
+class start(sympy.Function):
+    """``start(n, parts, c)``: the offset of piece ``c``."""
+
+    is_integer = True
+    is_nonnegative = True
+
+    @classmethod
+    def eval(cls, n: sympy.Expr, parts: sympy.Expr, c: sympy.Expr) -> sympy.Expr | None:
+        if n.is_Integer and parts.is_Integer and c.is_Integer:
+            return sympy.Integer(piece(int(n), int(parts), int(c))[0])
+        return None
+
+
+_COORDINATES: dict[str, sympy.Symbol] = {}
+
+
+def coordinate(axis: str) -> sympy.Symbol:
+    """The symbol ``c_<axis>``: a device's place on mesh axis ``axis``, in ``0 .. size - 1``."""
+    if axis not in _COORDINATES:
+        _COORDINATES[axis] = sympy.Symbol(f"c_{axis}", integer=True, nonnegative=True)
+    return _COORDINATES[axis]
+
+
+def length(n: IntExpr, parts: int, axis: str) -> IntExpr:
+    """The local size of ``n`` elements cut into ``parts`` along mesh axis ``axis``."""
+    if parts == 1:
+        return n
+    if isinstance(n, int) and n % parts == 0:
+        return n // parts
+    return chunk(n, parts, coordinate(axis))
+
+
+def offset(n: IntExpr, parts: int, axis: str) -> IntExpr:
+    """The offset of the local piece of ``n`` elements cut into ``parts`` along mesh axis ``axis``."""
+    if parts == 1 or n == 0:
+        return 0
+    if isinstance(n, int) and n % parts == 0:
+        return (n // parts) * coordinate(axis)
+    return start(n, parts, coordinate(axis))
+
+
+def bind(value: Any, coordinates: Mapping[str, int]) -> Any:
+    """``value`` with every coordinate replaced by its number (an axis not named counts as 0)."""
+    if not isinstance(value, sympy.Basic):
+        return value
+    names = {s: coordinates.get(s.name.removeprefix("c_"), 0) for s in value.free_symbols}
+    return int(value.xreplace({s: sympy.Integer(v) for s, v in names.items()}))
+
+
+def bind_tree(tree: Any, coordinates: Mapping[str, int]) -> Any:
+    """`bind` on every leaf of nested lists, tuples, slices and dicts; other leaves are left alone."""
+    if isinstance(tree, sympy.Basic):
+        return bind(tree, coordinates)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(bind_tree(x, coordinates) for x in tree)
+    if isinstance(tree, dict):
+        return {k: bind_tree(v, coordinates) for k, v in tree.items()}
+    return tree
+
+
+def symbols_in(tree: Any) -> set[sympy.Symbol]:
+    """The coordinates that occur in ``tree``."""
+    if isinstance(tree, sympy.Basic):
+        return set(tree.free_symbols)
+    if isinstance(tree, (list, tuple)):
+        return set().union(*map(symbols_in, tree))
+    if isinstance(tree, dict):
+        return symbols_in(list(tree.values()))
+    return set()
