@@ -8,12 +8,12 @@ other.
 ====================  =========================================================================================
 ``all_reduce``        ``(x, axis, parts, op)``: reduce ``x`` over ``axis``
 ``all_gather``        ``(x, dim, total, axis, parts)``: pieces of ``dim`` along ``axis`` -> ``total`` elements
-``reduce_scatter``    ``(x, dim, size, axis, parts, op)``: reduce over ``axis``, keep the own piece (``size``) of ``dim``
-``all_to_all``        ``(x, gather_dim, total, split_dim, size, axis, parts)``: ``gather_dim`` becomes whole (``total``),
-                      of ``split_dim`` the own piece (``size``) is kept
+``reduce_scatter``    ``(x, dim, size, axis, parts, op)``: reduce over ``axis``, keep the own piece (``size``)
+``all_to_all``        ``(x, gather_dim, total, split_dim, size, axis, parts)``: ``gather_dim`` becomes whole
+                      (``total``), of ``split_dim`` the own piece (``size``) is kept
 ``permute``           ``(x, dim, size, order, new_order, sizes)``: ``dim`` is sharded on the axes ``order`` (outermost
-                      first, of ``sizes`` devices); pieces travel so that it is nested as ``new_order``; even pieces only
-``shift``             ``(x, offset, axis, parts)``: what the rank at coordinate ``c - offset`` holds, zeros where none is
+                      first, of ``sizes`` devices); pieces travel so that it is nested as ``new_order``; even only
+``shift``             ``(x, offset, axis, parts)``: what the rank at coordinate ``c - offset`` holds, or zeros
 ====================  =========================================================================================
 """
 

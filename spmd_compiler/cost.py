@@ -35,6 +35,9 @@ class Profile:
     node_size: int = 8
     axis_links: Mapping[str, Link] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def link(self, mesh: Mesh, axis: str) -> Link:
         if axis in self.axis_links:
             return self.axis_links[axis]

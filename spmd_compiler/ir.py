@@ -3,8 +3,8 @@
 The *joint graph* holds ATen calls in global shapes: ``meta["val"]`` is a fake tensor (or a tuple of them),
 ``meta["phase"]`` is ``"forward"`` or ``"backward"``.  The *local graph* holds the same in one device's shapes,
 with `collectives` between: ``meta["val"]`` has the shapes of the rank at coordinate 0 of every axis (the
-largest pieces), ``meta["spec"]`` the `Spec` of the value, ``meta["global"]`` its global shape, and integer arguments may be sympy expressions of the
-coordinates.
+largest pieces), ``meta["spec"]`` the `Spec` of the value, ``meta["global"]`` its global shape, and integer
+arguments may be sympy expressions of the coordinates.
 """
 
 from __future__ import annotations
