@@ -19,16 +19,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from .ir import operands, results
+from .ir import Emit, is_tensor, operands, results
 from .placements import Mesh, Spec
+from .symbolic import bind_tree
 
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: for each dim its factors, major first
 
@@ -91,6 +95,7 @@ class Choice:
 
 RuleFunction = Callable[[Node], "Rule | None"]
 RULES: dict[Any, RuleFunction] = {}
+DEFAULTS: list[RuleFunction] = []  # asked in turn for an op that `RULES` does not name
 
 
 def define(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
@@ -142,11 +147,13 @@ def register_rule(op: Any, text: str, **kwargs: Any) -> None:
 def rule_of(node: Node) -> Rule | None:
     """The rule of a node, found by overload, then by packet; None when there is none."""
     function = RULES.get(node.target) or RULES.get(getattr(node.target, "overloadpacket", None))
-    if function is None:
+    values = [*results(node), *(o.meta["val"] for o in operands(node))]
+    if any(any(not isinstance(s, int) for s in t.shape) for t in values if t is not None):
         return None
-    if any(any(not isinstance(s, int) for s in t.shape) for t in results(node) if t is not None):
-        return None
-    found = function(node)
+    if function is not None:
+        found = function(node)
+    else:
+        found = next(filter(None, (f(node) for f in DEFAULTS)), None)
     if found is not None and len(found.operands) != len(operands(node)):
         raise AssertionError(f"{node.target}: rule has {len(found.operands)} operands, node {len(operands(node))}")
     return found
@@ -209,6 +216,9 @@ class Template:
         dims = self._expand(term, len(shape))
         if len(dims) != len(shape):
             raise ValueError(f"rule {self.text!r}: term {term} does not fit shape {shape}")
+        for d, n in zip(dims, shape, strict=True):
+            if n != 1 and n != math.prod(sizes[f] for f in d) and d:
+                raise ValueError(f"rule {self.text!r}: size {n} of dim {' '.join(d)} does not fit {sizes}")
         # a dim of size 1 beside a larger factor is broadcast: it is tied to nothing
         return tuple(d if math.prod(sizes[f] for f in d) == n else () for d, n in zip(dims, shape, strict=True))
 
@@ -330,3 +340,52 @@ def choices(
             del nesting
             found.setdefault((choice.operands, choice.results), choice)
     return tuple(found.values())
+
+
+# --- emission ----------------------------------------------------------------------------------------------
+
+
+def emit_choice(
+    graph: Graph,
+    mesh: Mesh,
+    fake_mode: Any,
+    node: Node,
+    rule: Rule,
+    choice: Choice,
+    local_operands: Sequence[Node],
+    scalars: Mapping[Node, Any] | None = None,
+) -> tuple[Node | None, ...]:
+    """Write the local nodes of ``node`` under ``choice``: one for each result (None where it is not a tensor).
+
+    ``local_operands`` are in the order of `operands` and hold what ``choice.operands`` says; ``scalars`` maps
+    arguments that are nodes but not tensors.  Results carry ``meta["spec"]`` and ``meta["global"]``.
+    """
+    e = Emit(graph, mesh, node, fake_mode)
+    e.sizes, e.factor_axes = dict(rule.sizes), dict(choice.factor_axes)
+    e.operand_specs, e.result_specs = choice.operands, choice.results
+    feed = iter(local_operands)
+    args, kwargs = map_arg(
+        (node.args, node.kwargs), lambda n: next(feed) if is_tensor(n.meta.get("val")) else (scalars or {})[n]
+    )
+    made = rule.form(e, *args, **kwargs) if rule.form else e.call(node.target, *args, **kwargs)
+    values = results(node)
+    if not isinstance(node.meta.get("val"), (tuple, list)):
+        made = (made,)
+    elif isinstance(made, Node):
+        made = tuple(None if v is None else e.call(operator.getitem, made, i) for i, v in enumerate(values))
+    found: list[Node | None] = []
+    for local, value, spec in zip(made, values, choice.results, strict=True):
+        if local is None or value is None:
+            found.append(None)
+            continue
+        if local in local_operands or local in found:
+            local = e.call(torch.ops.aten.alias.default, local)
+        expected = bind_tree(spec.local_shape(value.shape, mesh), {})
+        if tuple(local.meta["val"].shape) != tuple(expected):
+            raise AssertionError(
+                f"{node.target}: the local form gives {tuple(local.meta['val'].shape)} for {spec} of "
+                f"{tuple(value.shape)}, not {tuple(expected)}"
+            )
+        local.meta["spec"], local.meta["global"] = spec, tuple(int(s) for s in value.shape)
+        found.append(local)
+    return tuple(found)
