@@ -1,6 +1,6 @@
 """The compiler's pipeline: captured joint graph in, partitioned local graph out.
 
-    annotate -> propagate -> partition -> simplify -> (split: forward and backward)
+    annotate -> propagate -> partition -> simplify        (then `split` cuts it into forward and backward)
 
 Each pass is one module with one public function; passes never import each other.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cost import Profile
+from ..cost import Profile, profile_of
 from ..ir import Captured, Partitioned
+from . import annotate, partition, propagate, simplify
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,18 @@ class Options:
     lower: str = "inductor"  # or "eager"
 
 
-def run(captured: Captured, options: Options) -> Partitioned:
-    """Partition a captured graph."""
-    raise NotImplementedError
+def run(captured: Captured, options: Options = Options()) -> Partitioned:
+    """Partition a captured graph.
+
+    Raises `SpmdError` where a placement of the user's cannot be met.
+    """
+    profile = profile_of(options.profile)
+    annotated = annotate.run(captured)
+    plan = propagate.run(annotated, annotated.mesh, profile)
+    local = partition.run(annotated, plan, annotated.mesh, profile)
+    local = simplify.run(local)
+    if options.verify:
+        from ..verify import verify
+
+        verify(local)
+    return local

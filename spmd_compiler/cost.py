@@ -34,6 +34,7 @@ class Profile:
     inter: Link
     node_size: int = 8
     axis_links: Mapping[str, Link] = field(default_factory=dict)
+    repeats_work: bool = True  # False: matmul work is never done twice, whatever it would save on the wire
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -66,9 +67,9 @@ PROFILES = {
     "a100": Profile("a100", {2: 240e12, 4: 120e12, 8: 15e12}, 1.6e12, 2e-6, Link(4e-6, 230e9), Link(9e-6, 20e9)),
     "b200": Profile("b200", {2: 1600e12, 4: 800e12, 8: 30e12}, 6.5e12, 1.5e-6, Link(4e-6, 740e9), Link(9e-6, 42e9)),
     "cpu": Profile("cpu", {2: 20e9, 4: 60e9, 8: 30e9}, 8e9, 2e-6, Link(5e-5, 1e9), Link(5e-5, 1e9)),
-    # wire bytes alone: a second is a byte.  Matmul work is so dear that it is never repeated, memory traffic is
-    # nearly free, and alpha only breaks ties between plans of equal bytes toward fewer collectives.
-    "bytes": Profile("bytes", {4: 1.0}, 1e9, 0.0, Link(1e-3, 1.0), Link(1e-3, 1.0)),
+    # wire bytes alone: a second is a byte.  Matmul work is free but never repeated, memory traffic is nearly free,
+    # and alpha only breaks ties between plans of equal bytes toward fewer collectives.
+    "bytes": Profile("bytes", {4: math.inf}, 1e6, 0.0, Link(1.0, 1.0), Link(1.0, 1.0), repeats_work=False),
 }
 
 

@@ -1,0 +1,156 @@
+"""Make a captured graph ready for the solver."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from ..ir import Captured, copy_meta, is_tensor, source_line
+from ..ops import random
+
+aten = torch.ops.aten
+_SAME = {aten.alias.default, aten.detach.default}
+_TO_LOCAL, _FROM_LOCAL = "spmd::to_local", "spmd::from_local"
+
+
+def run(captured: Captured) -> Captured:
+    """Before: a functional joint graph.  After: the same values, and
+
+    * no aliases, no repeated pure calls, no permute of a permute;
+    * random ops are draws of the counter-based generator from the seed input;
+    * what a parameter's backward use needs (casts, views of it) is computed apart from its forward use, so that
+      each phase gathers for itself;
+    * ``meta["region"]`` marks the nodes of local regions, and every output that follows an input has its spec.
+    """
+    graph = Graph()
+    graph.output(graph.graph_copy(captured.graph.graph, (env := {})))
+    for old, new in env.items():
+        new.meta = dict(old.meta)
+        source_line(new)
+    _output(graph).meta = dict(_output(captured.graph.graph).meta)
+    seeds = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "seed"]
+    if seeds:
+        random.functionalize(graph, seeds[0])
+    _simplify(graph)
+    params = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "param"]
+    _part_phases(graph, params)
+    _mark_regions(graph)
+    graph.eliminate_dead_code()
+    outputs = [
+        dataclasses.replace(o, spec=captured.inputs[o.of].spec) if o.spec is None and o.of is not None else o
+        for o in captured.outputs
+    ]
+    gm = torch.fx.GraphModule(captured.graph, graph)
+    return dataclasses.replace(captured, graph=gm, outputs=outputs)
+
+
+def _placeholders(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _output(graph: Graph) -> Node:
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
+
+
+def _simplify(graph: Graph) -> None:
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        same = _same_as(node)
+        if same is None and (key := _pure_key(node)) is not None:
+            same = seen.setdefault(key, node)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _same_as(node: Node) -> Node | None:
+    """An earlier node with the same value, for calls that change nothing."""
+    if node.target in _SAME:
+        return node.args[0]
+    if node.target is aten.permute.default:
+        inner, dims = node.args
+        while inner.target is aten.permute.default:
+            dims = [inner.args[1][d] for d in dims]
+            inner = inner.args[0]
+        rank = len(dims)
+        dims = [d % rank for d in dims]
+        if dims == list(range(rank)):
+            return inner
+        if inner is not node.args[0]:
+            node.args = (inner, dims)
+    if node.target is aten.expand.default and list(node.args[1]) == list(node.args[0].meta["val"].shape):
+        return node.args[0]
+    return None
+
+
+def _pure_key(node: Node) -> Any:
+    """Equal for calls that must give the same value; None where nothing can be said."""
+    target = node.target
+    if target is not operator.getitem:
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+            return None
+        if torch.Tag.nondeterministic_seeded in target.tags or target.namespace not in ("aten", "prims"):
+            return None
+    leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+    try:
+        key = (target, tree, tuple((type(x), x) for x in leaves))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _part_phases(graph: Graph, params: list[Node]) -> None:
+    """Give the backward its own copy of cheap calls on parameters alone."""
+    derived = set(params)
+    for node in graph.nodes:
+        if node.op == "call_function" and len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in derived:
+            value, source = node.meta.get("val"), node.all_input_nodes[0].meta["val"]
+            if is_tensor(value) and value.numel() == source.numel():
+                derived.add(node)
+    copies: dict[Node, Node] = {}
+
+    def backward_copy(node: Node, before: Node) -> Node:
+        if node.op == "placeholder" or node.meta.get("phase") == "backward":
+            return node
+        if node not in copies:
+            source = backward_copy(node.all_input_nodes[0], before)
+            with graph.inserting_before(before):
+                new = graph.node_copy(node, lambda n: source)
+            new.meta = {**node.meta, "phase": "backward"}
+            copy_meta(new, before, ("partitioner_tag",))
+            copies[node] = new
+        return copies[node]
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.meta.get("phase") == "backward":
+            for used in node.all_input_nodes:
+                if used in derived and used.op != "placeholder" and used.meta.get("phase") != "backward":
+                    node.replace_input_with(used, backward_copy(used, node))
+
+
+def _mark_regions(graph: Graph) -> None:
+    """Local regions: after ``to_local`` until ``from_local``, and whatever leads to a ``from_local``."""
+
+    def kind(node: Node) -> str:
+        target = node.target
+        return getattr(target, "_name", "").split(".")[0] if isinstance(target, torch._ops.OpOverload) else ""
+
+    for node in graph.nodes:
+        if node.op == "call_function" and kind(node) not in (_TO_LOCAL, _FROM_LOCAL):
+            if any(kind(i) == _TO_LOCAL or i.meta.get("region") for i in node.all_input_nodes):
+                node.meta["region"] = True
+    for node in reversed(graph.nodes):
+        wanted = any(kind(u) == _FROM_LOCAL or (u.meta.get("region") and u.op != "output") for u in node.users)
+        if wanted and kind(node) not in (_TO_LOCAL, _FROM_LOCAL) and node.op in ("call_function", "placeholder"):
+            if node.op == "placeholder" or node.meta.get("val") is not None:
+                leads = any(kind(u) == _FROM_LOCAL or u.meta.get("leads") for u in node.users)
+                if leads:
+                    node.meta["leads"] = node.meta["region"] = True

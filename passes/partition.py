@@ -1,0 +1,155 @@
+"""Write the local graph that a plan describes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from ..collectives import KINDS, axes_of, is_collective
+from ..cost import Profile
+from ..ir import Captured, Emit, Partitioned, copy_meta, is_getitem, nbytes, operands, producer, results, source_line
+from ..placements import Mesh, Spec
+from ..redistribute import Move, emit_move, slice_op
+from ..rules import emit_choice
+from ..symbolic import bind_tree
+
+_IDENTITY = ("spmd::constrain", "spmd::to_local", "spmd::from_local")
+
+
+def run(captured: Captured, plan: Any, mesh: Mesh, profile: Profile) -> Partitioned:
+    """Before: an annotated graph and the plan for it.  After: a local graph in which every value has the spec the
+    plan gave it and every redistribution is explicit, each copy of a value made once (in each phase for a
+    parameter), where it is first needed."""
+    return _Partitioner(captured, plan, mesh, profile).run()
+
+
+def local_fake(value: torch.Tensor, spec: Spec, mesh: Mesh) -> torch.Tensor:
+    """A fake tensor of the piece at coordinate 0, its dims in the memory order of the global value."""
+    shape = bind_tree(spec.local_shape(value.shape, mesh), {})
+    if tuple(shape) == tuple(value.shape):
+        return value
+    strides, run_ = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (value.stride(d), -d)):
+        if value.stride(d) != 0 or value.shape[d] <= 1:
+            strides[d] = run_
+            run_ *= max(shape[d], 1)
+    with value.fake_mode:
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+class _Partitioner:
+    def __init__(self, captured: Captured, plan: Any, mesh: Mesh, profile: Profile) -> None:
+        self.captured, self.plan, self.mesh, self.profile = captured, plan, mesh, profile
+        self.graph = Graph()
+        self.values: dict[tuple[Node, int], tuple[Node, Spec]] = {}
+        self.copies: dict[tuple[Node, int, str], dict[Spec, Node]] = {}
+        self.params = {n for n, i in zip(self._placeholders(), captured.inputs, strict=True) if i.kind == "param"}
+        self.scalars: dict[Node, Node] = {}
+        self.fake_mode = next(
+            (v.fake_mode for n in captured.graph.graph.nodes for v in results(n) if hasattr(v, "fake_mode")), None
+        )
+
+    def _placeholders(self) -> list[Node]:
+        return [n for n in self.captured.graph.graph.nodes if n.op == "placeholder"]
+
+    def run(self) -> Partitioned:
+        for node in self.captured.graph.graph.nodes:
+            if node.op == "placeholder" or node.op == "get_attr":
+                self._leaf(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._call(node)
+            elif node.op == "output":
+                self._output(node)
+        inputs = [
+            dataclasses.replace(i, spec=self.values[n, 0][1] if (n, 0) in self.values else None)
+            for n, i in zip(self._placeholders(), self.captured.inputs, strict=True)
+        ]
+        outputs = [dataclasses.replace(o, spec=s)
+                   for o, s in zip(self.captured.outputs, self.plan.outputs, strict=True)]  # fmt: skip
+        gm = GraphModule(self.captured.graph, self.graph)
+        solution = self.plan.solution
+        return Partitioned(
+            gm, inputs, outputs, self.captured.num_forward_outputs, self.mesh, self.captured,
+            price=solution.compute + self._price(), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
+        )  # fmt: skip
+
+    def _leaf(self, node: Node) -> None:
+        new = self.graph.node_copy(node)
+        new.meta = dict(node.meta)
+        if not results(node):
+            self.scalars[node] = new
+            return
+        spec = self.plan.choice[node].results[0]
+        new.meta["val"] = local_fake(node.meta["val"], spec, self.mesh)
+        self._mark(new, spec, node.meta["val"])
+        self.values[node, 0] = (new, spec)
+
+    def _mark(self, new: Node, spec: Spec, value: torch.Tensor) -> None:
+        new.meta["spec"] = spec
+        new.meta["global"] = tuple(int(s) for s in value.shape)
+
+    def _call(self, node: Node) -> None:
+        choice = self.plan.choice[node]
+        local = [self._obtain(o, spec, node) for o, spec in zip(operands(node), choice.operands, strict=True)]
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _IDENTITY:
+            self.values[node, 0] = (local[0], choice.results[0])
+            return
+        rule = self.plan.rules[node]
+        made = emit_choice(self.graph, self.mesh, self.fake_mode, node, rule, choice, local, self.scalars)
+        for r, new in enumerate(made):
+            if new is not None:
+                self.values[node, r] = (new, choice.results[r])
+
+    def _obtain(self, value: Node, wanted: Spec, user: Node | None) -> Node:
+        """The local node that holds ``value`` in spec ``wanted``, redistributing it on first need."""
+        source, r = producer(value)
+        phase = user.meta.get("phase", "forward") if user is not None else value.meta.get("phase", "forward")
+        key = (source, r, phase if source in self.params else "")
+        node, spec = self.values[source, r]
+        copies = self.copies.setdefault(key, {spec: node})
+        return self._copy(key, copies, wanted, user)
+
+    def _copy(self, key: tuple[Node, int, str], copies: dict[Spec, Node], wanted: Spec, user: Node | None) -> Node:
+        if wanted not in copies:
+            move: Move = self.plan.trees[key][wanted]
+            before = self._copy(key, copies, move.source, user)
+            value = results(key[0])[key[1]]
+            e = Emit(self.graph, self.mesh, user if user is not None else key[0], self.fake_mode)
+            new = emit_move(e, before, move, value.shape)
+            self._mark(new, wanted, value)
+            new.meta["source"] = source_line(user) if user is not None and user.op != "output" else source_line(key[0])
+            wants = user.name if user is not None else "an output"
+            new.meta["why"] = f"{key[0].name} is {move.source}, {wants} wants {wanted}"
+            new.meta["value"] = (key[0].name, key[1])
+            new.meta["move"] = move
+            copies[wanted] = new
+        return copies[wanted]
+
+    def _output(self, node: Node) -> None:
+        flat = list(node.args[0]) if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
+        local: list[Any] = []
+        for value, spec in zip(flat, self.plan.outputs, strict=True):
+            if spec is None:
+                local.append(map_arg(value, self.scalars.__getitem__))
+            else:
+                local.append(self._obtain(value, spec, None))
+        out = self.graph.output(tuple(local))
+        out.meta = dict(node.meta)
+        copy_meta(out, node)
+
+    def _price(self) -> float:
+        """Seconds of the moves that were emitted (those inside local forms are counted with their choice)."""
+        total = 0.0
+        for node in self.graph.nodes:
+            if "move" not in node.meta:
+                continue
+            size = nbytes(node.meta["val"])
+            if node.target is slice_op:
+                total += 2 * size / self.profile.memory
+            elif is_collective(node):
+                total += self.profile.collective(self.mesh, KINDS[node.target], axes_of(node), size)
+        return total

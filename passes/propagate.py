@@ -1,0 +1,282 @@
+"""Choose a sharding for every value: the cheapest whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Graph, Node
+
+from ..collectives import KINDS, axes_of, is_collective
+from ..cost import Profile
+from ..ir import Captured, is_getitem, nbytes, operands, producer, results, source_line
+from ..placements import Mesh, Spec, SpmdError
+from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated, rule_of
+from ..solve import Hub, Move, Problem, Solution, Variable, is_partial, solve
+
+_CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
+
+
+@dataclass
+class Plan:
+    """What `run` decided: for each node its rule and choice, for each value and phase the moves of its copies."""
+
+    rules: dict[Node, Rule]
+    choice: dict[Node, Choice]
+    trees: dict[tuple[Node, int, str], dict[Spec, Move]]
+    outputs: list[Spec | None]
+    solution: Solution
+    replicated_ops: tuple[str, ...]
+
+
+def run(captured: Captured, mesh: Mesh, profile: Profile) -> Plan:
+    """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least."""
+    return _Builder(captured, mesh, profile).plan()
+
+
+class _Builder:
+    def __init__(self, captured: Captured, mesh: Mesh, profile: Profile) -> None:
+        self.captured, self.mesh, self.profile = captured, mesh, profile
+        self.graph: Graph = captured.graph.graph
+        self.problem = Problem(mesh, profile)
+        self.rules: dict[Node, Rule] = {}
+        self.index: dict[Node, int] = {}
+        self.hubs: dict[tuple[Node, int, str], Hub] = {}
+        self.partial: dict[tuple[Node, int], frozenset[str]] = {}
+        self.fallback: list[str] = []
+        self.shared: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
+        self.uneven = self._uneven()
+        self.problem.uneven = self.uneven
+
+    def plan(self) -> Plan:
+        inputs = iter(self.captured.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._add(node, self._free(results(node), next(inputs).spec, node), [])
+            elif node.op == "get_attr":
+                if results(node):
+                    self._add(node, replicated(node), [])
+            elif node.op == "call_function" and not is_getitem(node):
+                self._add_call(node)
+        sinks = self._add_outputs()
+        self.problem.hubs = list(self.hubs.values())
+        solution = solve(self.problem)
+        picked = {n: self.problem.variables[i].choices[solution.choices[i]] for n, i in self.index.items()}
+        trees = dict(zip(self.hubs, solution.trees, strict=True))
+        outputs = [None if i is None else self.problem.variables[i].choices[solution.choices[i]].operands[0]
+                   for i in sinks]  # fmt: skip
+        return Plan(self.rules, picked, trees, outputs, solution, tuple(dict.fromkeys(self.fallback)))
+
+    # --- variables ---------------------------------------------------------------------------------------------
+
+    def _uneven(self) -> frozenset[tuple[int, int]]:
+        """The uneven cuts in the user's own placements, as (size, pieces)."""
+        found = set()
+
+        def add(spec: Spec | None, shape: Any) -> None:
+            for dim, n in enumerate(shape if spec is not None else ()):
+                parts = 1
+                for axis in spec.axes_of(dim):
+                    parts *= self.mesh[axis]
+                    if n % parts:
+                        found.add((int(n), parts))
+
+        places = [n for n in self.graph.nodes if n.op == "placeholder"]
+        for node, i in zip(places, self.captured.inputs, strict=True):
+            if results(node):
+                add(i.spec, node.meta["val"].shape)
+        flat = self._flat_outputs()
+        for node, o in zip(flat, self.captured.outputs, strict=True):
+            if isinstance(node, Node) and results(node):
+                add(o.spec, node.meta["val"].shape)
+        for node in self.graph.nodes:
+            if _name(node) in (_CONSTRAIN, _FROM_LOCAL):
+                add(Spec.parse(node.args[1]), node.meta["val"].shape)
+        return frozenset(found)
+
+    def _flat_outputs(self) -> list[Any]:
+        out = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        return list(out.args[0]) if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
+
+    def _free(
+        self, values: tuple[torch.Tensor | None, ...], spec: Spec | None, node: Node
+    ) -> tuple[Choice, ...] | Rule:
+        """A value of the user's placement, or of any even placement where there is none."""
+        if not values:
+            return (Choice((), ()),)
+        if spec is not None:
+            if is_partial(spec) and node.op != "placeholder":
+                raise SpmdError(f"{node.name} ({source_line(node)}): {spec} asks for a partial value")
+            return (Choice((), (spec,)),)
+        letters = tuple((f"d{i}",) for i in range(values[0].dim()))
+        sizes = {f"d{i}": int(n) for i, n in enumerate(values[0].shape)}
+        return Rule((), (letters,), sizes)
+
+    def _add(self, node: Node, domain: Rule | tuple[Choice, ...], used: list[Node]) -> None:
+        """Add a node with its domain, and itself as consumer of what it uses."""
+        made = results(node)
+        if isinstance(domain, Rule):
+            self.rules[node] = domain
+            picks, compute = self._shared_choices(node, domain)
+        else:
+            picks, compute = domain, np.zeros(len(domain))
+        if not picks:
+            raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
+        variable = Variable(node.name, picks, compute)
+        variable.transparent = _transparent(node, picks)
+        index = len(self.problem.variables)
+        self.problem.variables.append(variable)
+        self.index[node] = index
+        for r, value in enumerate(made):
+            if value is not None:
+                ops = {p.reduce_op for c in picks for p in c.results[r].placements if p.is_partial()}
+                self.partial[node, r] = frozenset(ops)
+        for i, o in enumerate(used):
+            self._want(o, (index, i), node.meta.get("phase", "forward"))
+
+    def _want(self, value: Node, consumer: tuple[int, int], phase: str) -> None:
+        source, r = producer(value)
+        # a parameter is redistributed for each phase apart: the split gathers it again
+        apart = source.op == "placeholder" and self._kind(source) == "param"
+        key = (source, r, phase if apart else "")
+        if key not in self.hubs:
+            kept = results(source)[r]
+            self.hubs[key] = Hub((self.index[source], r), [], tuple(int(s) for s in kept.shape), kept.element_size())
+        self.hubs[key].consumers.append(consumer)
+
+    def _kind(self, placeholder: Node) -> str:
+        if not hasattr(self, "_kinds"):
+            places = [n for n in self.graph.nodes if n.op == "placeholder"]
+            self._kinds = {n: i.kind for n, i in zip(places, self.captured.inputs, strict=True)}
+        return self._kinds[placeholder]
+
+    def _add_call(self, node: Node) -> None:
+        used = list(operands(node))
+        whole = Spec.replicate(self.mesh)
+        name = _name(node)
+        if name == _CONSTRAIN:
+            spec = self._checked(node)
+            return self._add(node, (Choice((spec,), (spec,)),), used)
+        if name == _TO_LOCAL:
+            return self._add(node, (Choice((self._checked(node),), (whole,)),), used)
+        if name == _FROM_LOCAL:
+            return self._add(node, (Choice((whole,), (self._checked(node),)),), used)
+        if node.meta.get("region"):
+            return self._add(node, replicated(node), used)
+        r = rule_of(node)
+        if r is None:
+            if any(v is not None for v in results(node)):
+                self.fallback.append(str(node.target))
+            r = replicated(node)
+        return self._add(node, self._reachable(r, used), used)
+
+    def _checked(self, node: Node) -> Spec:
+        spec = Spec.parse(node.args[1])
+        if spec.axes != self.mesh.axes:
+            raise SpmdError(f"{node.name} ({source_line(node)}): {spec} is not for {self.mesh}")
+        return spec
+
+    def _reachable(self, r: Rule, used: list[Node]) -> Rule:
+        """Leave out partials that no producer can hand over."""
+        at_hand = [self.partial.get(producer(o), frozenset()) for o in used]
+        linear = []
+        for group in r.linear:
+            ops = tuple(op for op in group.ops if all(op in at_hand[i] for i in group.operands))
+            if ops:
+                linear.append(Linear(group.operands, ops))
+        return dataclasses.replace(r, linear=tuple(linear))
+
+    def _add_outputs(self) -> list[int | None]:
+        sinks: list[int | None] = []
+        for value, out in zip(self._flat_outputs(), self.captured.outputs, strict=True):
+            if not isinstance(value, Node) or not results(value):
+                sinks.append(None)
+                continue
+            source, r = producer(value)
+            if out.spec is not None:
+                specs = [out.spec]
+            elif value.meta.get("region") or source.meta.get("region"):
+                specs = [Spec.replicate(self.mesh)]
+            else:
+                made = self.problem.variables[self.index[source]].choices
+                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if not is_partial(s)]
+                specs = specs or [Spec.replicate(self.mesh)]
+            index = len(self.problem.variables)
+            self.problem.variables.append(
+                Variable(out.name, tuple(Choice((s,), ()) for s in specs), np.zeros(len(specs)))
+            )
+            self._want(value, (index, 0), value.meta.get("phase", "forward"))
+            sinks.append(index)
+        return sinks
+
+    # --- prices of choices ---------------------------------------------------------------------------------------
+
+    def _shared_choices(self, node: Node, r: Rule) -> tuple[tuple[Choice, ...], np.ndarray]:
+        """A node's choices and their seconds, enumerated once for equal nodes."""
+        elements = tuple(0 if v is None else v.element_size() for v in results(node))
+        key = (r.key(), node.target, elements, tuple(o.meta["val"].element_size() for o in operands(node)))
+        if key not in self.shared:
+            picks = choices(r, self.mesh, self.uneven, ("sum", "max", "min", "product"))
+            compute = np.array([self._compute(node, r, c) for c in picks])
+            if not self.profile.repeats_work and r.flops:
+                work = np.array([self._flops(r, c) for c in picks])
+                kept = np.flatnonzero(work <= work.min() * (1 + 1e-9))
+                picks, compute = tuple(picks[i] for i in kept), compute[kept]
+            self.shared[key] = (picks, compute)
+        return self.shared[key]
+
+    def _flops(self, r: Rule, c: Choice) -> float:
+        return r.flops / math.prod(self.mesh[a] for _, axes in c.factor_axes for a in axes)
+
+    def _compute(self, node: Node, r: Rule, c: Choice) -> float:
+        if node.op != "call_function" or getattr(node.target, "is_view", False):
+            return 0.0
+        used, made = operands(node), results(node)
+        traffic = sum(nbytes(o.meta["val"]) / s.shards(self.mesh) for o, s in zip(used, c.operands, strict=True))
+        traffic += sum(nbytes(v) / s.shards(self.mesh) for v, s in zip(made, c.results, strict=True) if v is not None)
+        element = next((v.element_size() for v in made if v is not None), 4)
+        flops = self._flops(r, c)
+        seconds = self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)
+        if any(r.reduce.get(f) == "none" for f, _ in c.factor_axes):
+            seconds += self._inside(node, r, c)
+        return seconds
+
+    def _inside(self, node: Node, r: Rule, c: Choice) -> float:
+        """Seconds of the collectives that a local form issues itself."""
+        scratch = Graph()
+        mode = next(v for v in results(node) if v is not None).fake_mode
+        local = []
+        for o, spec in zip(operands(node), c.operands, strict=True):
+            place = scratch.placeholder(o.name)
+            with mode:
+                shape = [-(-int(n) // math.prod(self.mesh[a] for a in spec.axes_of(d)))
+                         for d, n in enumerate(o.meta["val"].shape)]  # fmt: skip
+                place.meta["val"] = torch.empty(shape, dtype=o.meta["val"].dtype, device=o.meta["val"].device)
+            local.append(place)
+        emit_choice(scratch, self.mesh, mode, node, r, c, local)
+        return sum(
+            self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), nbytes(n.meta["val"]))
+            for n in scratch.nodes if is_collective(n)
+        )  # fmt: skip
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _transparent(node: Node, picks: tuple[Choice, ...]) -> bool:
+    """Whether a gather or exchange before this node may as well come after it (see `solve.Variable`)."""
+    used, made = operands(node), results(node)
+    if len(used) != 1 or len(made) != 1 or made[0] is None or used[0].op == "placeholder":
+        return False
+    before, after = used[0].meta["val"], made[0]
+    if before.numel() != after.numel() or after.element_size() > before.element_size():
+        return False
+    taken = [c.operands[0] for c in picks]
+    given = [c.results[0] for c in picks]
+    return len(set(taken)) == len(taken) == len(set(given)) and any(not is_partial(s) for s in taken)
