@@ -1,0 +1,133 @@
+"""What a program may say of placements in its middle, as operators ``spmd::*`` over global values.
+
+====================  =========================================================================================
+``constrain``         ``(x, spec)``: ``x``, placed as ``spec``; its gradient is the identity, placed freely
+``to_local``          ``(x, spec, sizes, grad_spec)``: each rank's own piece of ``x`` under ``spec``; a *local region*
+                      begins, in which operators run as written on every rank
+``from_local``        ``(x, spec, sizes, shape, grad_spec)``: the value of ``shape`` whose piece under ``spec`` each rank
+                      holds in ``x``; the local region ends
+====================  =========================================================================================
+
+``spec`` and ``grad_spec`` are texts of a `Spec`, which may leave axes out (`spec_on` fills them in); ``sizes`` are the
+mesh's sizes along the axes of ``spec``.  ``grad_spec`` is the placement of the gradient of the global side.  Fake
+shapes are those at coordinate 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .dtensors import on_mesh
+from .placements import Mesh, Spec
+from .symbolic import bind_tree
+
+_LIB = torch.library.Library("spmd", "FRAGMENT")
+_LIB.define("constrain(Tensor x, str spec) -> Tensor")
+_LIB.define("to_local(Tensor x, str spec, int[] sizes, str grad_spec) -> Tensor")
+_LIB.define("from_local(Tensor x, str spec, int[] sizes, SymInt[] shape, str grad_spec) -> Tensor")
+
+constrain_op = torch.ops.spmd.constrain.default
+to_local_op = torch.ops.spmd.to_local.default
+from_local_op = torch.ops.spmd.from_local.default
+
+ANNOTATIONS = (constrain_op, to_local_op, from_local_op)
+
+
+def spec_on(text: str, mesh: Mesh) -> Spec:
+    """The spec that ``text`` means on ``mesh``: ``_i`` is the i-th axis, axes that it doesn't name are Replicate."""
+    spec = Spec.parse(text)
+    if all(a == f"_{i}" for i, a in enumerate(spec.axes)):
+        return Spec.of(
+            mesh, spec.placements, 1 + max((p.dim for p in spec.placements if isinstance(p, Shard)), default=0)
+        )
+    return on_mesh(spec, mesh)
+
+
+def gradient_spec(spec: Spec) -> Spec:
+    """Where the gradient of a value placed as ``spec`` belongs: the same, with Replicate for Partial."""
+    whole = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    return Spec(spec.axes, whole, spec.nesting)
+
+
+def local_shape(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of the piece at coordinate 0."""
+    mesh = Mesh(list(zip(spec.axes, sizes, strict=True)))
+    return tuple(bind_tree(spec.local_shape([int(s) for s in shape], mesh), {}))
+
+
+@torch.library.impl("spmd::constrain", "CompositeExplicitAutograd", lib=_LIB)
+def _(x, spec):
+    return x.clone()
+
+
+@torch.library.register_fake("spmd::constrain", lib=_LIB)
+def _(x, spec):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("spmd::to_local", lib=_LIB)
+def _(x, spec, sizes, grad_spec):
+    return x.new_empty(local_shape(x.shape, Spec.parse(spec), sizes))
+
+
+@torch.library.register_fake("spmd::from_local", lib=_LIB)
+def _(x, spec, sizes, shape, grad_spec):
+    return x.new_empty(shape)
+
+
+def _constrain_backward(ctx, grad):
+    return grad, None
+
+
+def _save_specs(ctx, inputs, output):
+    x, ctx.spec, ctx.sizes = inputs[0], inputs[1], inputs[2]
+    ctx.grad_spec, ctx.shape = inputs[-1], x.shape
+
+
+def _to_local_backward(ctx, grad):
+    return from_local_op(grad, ctx.grad_spec, ctx.sizes, ctx.shape, ctx.spec), None, None, None
+
+
+def _from_local_backward(ctx, grad):
+    return to_local_op(grad, ctx.grad_spec, ctx.sizes, ctx.spec), None, None, None, None
+
+
+torch.library.register_autograd("spmd::constrain", _constrain_backward, lib=_LIB)
+torch.library.register_autograd("spmd::to_local", _to_local_backward, setup_context=_save_specs, lib=_LIB)
+torch.library.register_autograd("spmd::from_local", _from_local_backward, setup_context=_save_specs, lib=_LIB)
+
+
+def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Placement] | Placement) -> torch.Tensor:
+    """``x``, placed as asked: ``constrain(x, {"dp": Shard(0)})``.
+
+    In a program that this compiler makes, ``x`` is placed so (Replicate on axes not named) at this point, for
+    its cost in communication.  In eager a DTensor is redistributed and a plain tensor returned as it is.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.spmd.constrain(x, _text(placements, x.dim()))
+    if isinstance(x, DTensor):
+        spec = Spec.of(Mesh.of(x.device_mesh), placements, x.dim())
+        return x.redistribute(placements=spec.placements)
+    return x
+
+
+def _text(placements: Any, ndim: int) -> str:
+    """The text of a spec on the axes that ``placements`` names (``_i`` for the i-th axis of a sequence)."""
+    if isinstance(placements, Mapping):
+        items = list(placements.items())
+    else:
+        items = [(f"_{i}", p) for i, p in enumerate([placements] if isinstance(placements, Placement) else placements)]
+    parts = []
+    for axis, p in items:
+        if isinstance(p, Shard):
+            parts.append(f"{axis}: S({p.dim % ndim})")
+        elif isinstance(p, Partial):
+            parts.append(f"{axis}: P({p.reduce_op})")
+        else:
+            parts.append(f"{axis}: R")
+    return "{" + ", ".join(parts) + "}"

@@ -1,0 +1,600 @@
+"""From a program to its joint graph: functional ATen calls in global shapes, forward and backward.
+
+Two entries: `capture_graph` takes Dynamo's graph (the backend), `capture_function` a module or function ahead of
+time.  Both trace with AOTAutograd and Inductor's decompositions.  Outputs are cloned before tracing, so that no
+output is an alias, every output that needs a gradient has a tangent of its own, and clones of intermediate
+values are taken out again afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._inductor.lowering
+import torch.fx.traceback as fx_traceback
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import detect_fake_mode
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from . import dynamo
+from .annotations import from_local_op
+from .dtensors import on_mesh, spec_of
+from .ir import Captured, Input, Output
+from .placements import Mesh, Spec, SpmdError
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def DECOMPOSITIONS() -> Mapping[Any, Callable[..., Any]]:
+    """Inductor's decompositions, and products with a sum as a product and a sum; attention and clones stay."""
+    kept = ("scaled_dot_product", "aten.clone")
+    table = {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)}
+
+    def added(product: Any) -> Callable[..., Any]:
+        def decomposed(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+            out = product(a, b)
+            out = out if alpha == 1 else out * alpha
+            if beta == 0:
+                return out
+            return out + (bias if beta == 1 else bias * beta)
+
+        return decomposed
+
+    table[aten.addmm.default] = added(torch.mm)
+    table[aten.baddbmm.default] = added(torch.bmm)
+    return table
+
+
+@dataclass
+class Front:
+    """A captured program and how its callers' arguments and results map to the graph's.
+
+    ``arguments[i]`` says where placeholder ``i`` (parameters, buffers and inputs only) comes from: a position among
+    the caller's flat arguments, or a tensor.  ``results`` has one entry for each flat result of the caller: the index
+    of an output of the graph, or a constant.  ``is_global`` says which of the graph's forward outputs are global
+    values (DTensors at run time), ``differentiable`` which have a tangent, in the order of the tangents.
+    """
+
+    captured: Captured
+    arguments: list[int | torch.Tensor]
+    results: list[Any]
+    is_global: list[bool]
+    differentiable: list[int]
+    needs_grad: list[int]
+    device_mesh: DeviceMesh | None = None
+
+
+@dataclass
+class OutputIndex:
+    """Stands for output ``index`` of the graph in `Front.results`."""
+
+    index: int
+
+
+# --- the joint graph ----------------------------------------------------------------------------------------
+
+
+def _trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
+    with contextlib.ExitStack() as stack:
+        return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
+
+
+class _Lines(TorchFunctionMode):
+    """Notes the user's line (the innermost frame outside torch and this package) on the nodes of each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            code = frame.f_code
+            fx_traceback.set_stack_trace([f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'])
+        return func(*args, **(kwargs or {}))
+
+
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
+
+
+def _random(node: Node) -> bool:
+    """Whether a node draws random numbers (attention with a dropout probability of 0 doesn't)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
+
+
+def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
+    """Turn tensors that the graph holds into placeholders behind the primals; return the tensors."""
+    found: dict[str, Node] = {}
+    tensors: list[torch.Tensor] = []
+    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
+        value = operator.attrgetter(node.target)(gm)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if node.target not in found:
+            found[node.target] = _append_primal(gm, fake_mode.from_tensor(value, static_shapes=True))
+            tensors.append(value)
+        node.replace_all_uses_with(found[node.target])
+        gm.graph.erase_node(node)
+    return tensors
+
+
+def _append_primal(gm: GraphModule, value: Any) -> Node:
+    """A new placeholder behind the primals and before the tangents."""
+    primals = [n for n in gm.graph.nodes if n.op == "placeholder" and not _is_tangent(n)]
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(primals[-1]) if primals else gm.graph.inserting_before(first):
+        node = gm.graph.placeholder(f"primals_{len(primals) + 1}")
+    node.meta["val"] = value
+    return node
+
+
+def _is_tangent(node: Node) -> bool:
+    return isinstance(node.meta.get("desc"), descriptors.TangentAOTInput)
+
+
+def _set_phases(gm: GraphModule) -> None:
+    """Set ``meta["phase"]``: backward is what was traced in backward or depends on a tangent."""
+    sources: dict[int, str] = {}
+    for node in gm.graph.nodes:
+        tangent = node.op == "placeholder" and _is_tangent(node)
+        tagged = node.meta.get("partitioner_tag") == "is_backward" or node.meta.get("autograd_backward", False)
+        backward = tangent or tagged or any(n.meta["phase"] == "backward" for n in node.all_input_nodes)
+        node.meta["phase"] = "backward" if backward else "forward"
+        number = node.meta.get("seq_nr")
+        if number is None:
+            continue
+        if not backward and node.stack_trace:
+            sources.setdefault(number, node.stack_trace)
+        elif backward and number in sources:
+            node.stack_trace = sources[number]
+
+
+def _remove_clones(gm: GraphModule) -> None:
+    """Take out aliases, and the clones of outputs that were there to break them (not those of an input itself)."""
+    output = gm.graph.output_node()
+    for node in gm.graph.find_nodes(op="call_function", target=aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, Node) and value.target is aten.clone.default and len(value.users) == 1:
+            source = value.args[0]
+            if source.op != "placeholder" and source.meta["val"].stride() == value.meta["val"].stride():
+                return source
+        return value
+
+    kept = tuple(unwrapped(v) for v in output.args[0])
+    output.args = (kept,)
+    gm.graph.eliminate_dead_code()
+
+
+# --- from Dynamo --------------------------------------------------------------------------------------------
+
+_MEMBER = re.compile(r"\._(modules|parameters|buffers)\['([^']*)'\]")
+
+
+def _name_and_kind(node: Node) -> tuple[str, str]:
+    """The qualified name of a parameter or buffer, or the name of an input, of a placeholder of Dynamo's graph."""
+    argument = node.meta.get("grapharg")
+    source = argument.source.name if argument is not None and argument.source is not None else node.name
+    example = argument.example if argument is not None else None
+    members = _MEMBER.findall(source)
+    if members:
+        kind = "param" if members[-1][0] == "parameters" else "buffer"
+        return ".".join(name for _, name in members), kind
+    name = re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+    name = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", name).removeprefix("self.")
+    return name, "param" if isinstance(example, torch.nn.Parameter) else "input"
+
+
+def mesh_of_graph(gm: GraphModule, given: Any) -> DeviceMesh | Mesh | None:
+    """The mesh of a Dynamo graph: the one given, or that of its DTensors; None if it has none."""
+    if given is not None:
+        return given
+    meshes: list[DeviceMesh] = []
+    for node in gm.graph.nodes:
+        found = node.meta.get("spmd_mesh") or (dynamo.global_mesh(node) if node.op == "placeholder" else None)
+        if found is not None and found not in meshes:
+            meshes.append(found)
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda m: len(m.shape))
+    axes = set(Mesh.of(largest).axes)
+    if all(set(Mesh.of(m).axes) <= axes for m in meshes):
+        return largest
+    return largest._get_root_mesh()
+
+
+def _static(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor with numbers for sizes (symbols take the value at hand, and are guarded)."""
+    sizes, strides = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    if all(type(s) is int for s in (*value.shape, *value.stride())) and type(value.storage_offset()) is int:
+        return value
+    with fake_mode:
+        return torch.empty_strided(
+            sizes, strides, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
+        )
+
+
+def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Front | None:
+    """Capture Dynamo's graph; None when neither it nor the caller knows a mesh."""
+    device_mesh = mesh_of_graph(gm, mesh)
+    if device_mesh is None:
+        return None
+    abstract = Mesh.of(device_mesh)
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    fake_mode = detect_fake_mode([n.meta.get("example_value") for n in placeholders])
+    returned = [n if isinstance(n, Node) else None for n in pytree.tree_leaves(gm.graph.output_node().args[0])]
+    constants = [v for v in pytree.tree_leaves(gm.graph.output_node().args[0])]
+    returned = [
+        n if n is not None and isinstance(n.meta.get("example_value"), torch.Tensor) else None for n in returned
+    ]
+    is_global = [dynamo.global_mesh(n) is not None for n in returned if n is not None]
+    local_inputs = _local_inputs(gm)
+
+    wrapped, taken = _specialised(gm, placeholders, returned)
+    examples = [_static(placeholders[i].meta["example_value"], fake_mode) for i in taken]
+    joint = _trace(wrapped, examples)
+
+    named = []
+    for i in taken:
+        label, kind = _name_and_kind(placeholders[i])
+        found = dynamo.dtensor_of(placeholders[i])
+        spec = on_mesh(spec_of(found), abstract) if found is not None else Spec.replicate(abstract)
+        named.append(Input(label, kind, spec))
+    names = _unique([n.name for n in named])
+    named = [Input(label, n.kind, n.spec) for label, n in zip(names, named, strict=True)]
+
+    labels = ["out"] if len(is_global) == 1 else [f"out.{i}" for i in range(len(is_global))]
+    specs = [None if g else Spec.replicate(abstract) for g in is_global]
+    front = _assemble(joint, named, labels, specs, abstract, fake_mode, name)
+    for node, entry in zip(front.captured.graph.graph.find_nodes(op="placeholder"), front.arguments, strict=False):
+        if isinstance(entry, int) and taken[entry] in local_inputs:
+            node.meta["local"] = True
+    front.arguments = [taken[a] if isinstance(a, int) else a for a in front.arguments]
+    order = iter(front.results)
+    front.results = [next(order) if n is not None else _number(c) for n, c in zip(returned, constants, strict=True)]
+    front.is_global = is_global
+    front.device_mesh = device_mesh if isinstance(device_mesh, DeviceMesh) else None
+    return front
+
+
+def _number(value: Any) -> Any:
+    """The constant that a result which is no tensor has."""
+    if isinstance(value, Node):
+        value = value.meta.get("example_value")
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _local_inputs(gm: GraphModule) -> set[int]:
+    """Positions of plain inputs that ``from_local`` is computed from: each rank's own values, not global ones."""
+    found: set[Node] = set()
+    todo = [n for n in gm.graph.nodes if n.target is from_local_op]
+    while todo:
+        node = todo.pop()
+        for n in node.all_input_nodes:
+            if n not in found and dynamo.global_mesh(n) is None and n.target is not torch.ops.spmd.to_local.default:
+                found.add(n)
+                todo.append(n)
+    return {i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in found}
+
+
+def _specialised(
+    gm: GraphModule, placeholders: list[Node], returned: list[Node | None]
+) -> tuple[GraphModule, list[int]]:
+    """A copy of Dynamo's graph whose inputs are tensors alone, whose outputs are tensors alone, cloned."""
+    graph = torch.fx.Graph()
+    copies: dict[Node, Any] = {}
+    taken: list[int] = []
+    for i, node in enumerate(placeholders):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            copies[node] = graph.node_copy(node)
+            taken.append(i)
+        elif isinstance(value, (torch.SymInt, int)):
+            copies[node] = int(value)
+        elif isinstance(value, (torch.SymFloat, float)):
+            copies[node] = float(value)
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    outputs = []
+    for node in returned:
+        if node is not None:
+            clone = graph.call_function(torch.clone, (copies[node],))
+            outputs.append(clone)
+    graph.output(tuple(outputs))
+    return GraphModule(gm, graph), taken
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    out = []
+    for n in names:
+        seen[n] = seen.get(n, -1) + 1
+        out.append(n if seen[n] == 0 else f"{n}.{seen[n]}")
+    return out
+
+
+def _assemble(
+    joint: Any,
+    named: list[Input],
+    labels: list[str],
+    specs: Sequence[Spec | None],
+    mesh: Mesh,
+    fake_mode: FakeTensorMode,
+    name: str,
+) -> Front:
+    """The `Front` of an exported joint graph, from the descriptors of its placeholders and outputs."""
+    gm: GraphModule = joint.graph_module
+    constants = _lift_constants(gm, fake_mode)
+    _set_phases(gm)
+    inputs: list[Input] = []
+    arguments: list[int | torch.Tensor] = []
+    place: dict[Any, int] = {}
+    tangents: list[tuple[Any, Node]] = []
+    lifted = iter(constants)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        if isinstance(desc, descriptors.TangentAOTInput):
+            tangents.append((desc.output, node))
+            continue
+        place[desc] = len(inputs)
+        if isinstance(desc, descriptors.PlainAOTInput):
+            inputs.append(named[desc.idx])
+            arguments.append(desc.idx)
+        elif desc is None:
+            inputs.append(Input(f"constant.{len(inputs)}", "buffer", Spec.replicate(mesh)))
+            arguments.append(next(lifted))
+        else:
+            raise SpmdError(f"input {node.name}: {desc.expr()} is not supported; clone one of the views that alias")
+    if any(_random(n) for n in gm.graph.nodes if n.op == "call_function"):
+        with fake_mode:
+            seed = _append_primal(gm, torch.empty((), dtype=torch.int64))
+        seed.meta["phase"] = "forward"
+        inputs.append(Input("seed", "seed", Spec.replicate(mesh)))
+
+    outputs: list[Output] = []
+    kept: list[Any] = []
+    index: dict[Any, int] = {}
+    forward = 0
+    node = gm.graph.output_node()
+    for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
+        if value is None:
+            continue
+        if isinstance(desc, descriptors.PlainAOTOutput):
+            outputs.append(Output(labels[desc.idx], "output", specs[desc.idx]))
+            forward += 1
+        elif isinstance(desc, descriptors.InputMutationAOTOutput):
+            of = place[desc.mutated_input]
+            outputs.append(Output(inputs[of].name, "mutation", None, of))
+            forward += 1
+        elif isinstance(desc, descriptors.GradAOTOutput):
+            of = place[desc.grad_of]
+            outputs.append(Output(inputs[of].name, "grad", None, of))
+        else:
+            raise SpmdError(f"output {desc.expr()} is not supported")
+        index[desc] = len(kept)
+        kept.append(value)
+    node.args = (tuple(kept),)
+    node.meta["desc"] = list(index)
+    _remove_clones(gm)
+    differentiable = []
+    for desc, tangent in tangents:
+        differentiable.append(index[desc])
+        inputs.append(Input(f"grad({outputs[index[desc]].name})", "tangent", outputs[index[desc]].spec))
+        tangent.meta["of"] = index[desc]
+    gm.recompile()
+    results = [OutputIndex(index[descriptors.PlainAOTOutput(idx=i)]) for i in range(len(labels))]
+    captured = Captured(gm, inputs, outputs, forward, mesh, name)
+    needs_grad = [o.of for o in outputs if o.kind == "grad" and o.of is not None]
+    return Front(captured, arguments, results, [], differentiable, needs_grad)
+
+
+# --- ahead of time ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Binding:
+    """How a user's arguments and results map to those of a captured function."""
+
+    signature: inspect.Signature
+    owner: torch.nn.Module | None
+    slots: list[tuple[str, Any]]  # of each placeholder: ("state", name), ("input", name) or ("constant", tensor)
+    out_tree: Any
+    results: list[Any]
+    grad_names: list[str] = field(default_factory=list)
+    is_global: list[bool] = field(default_factory=list)
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+        """Tensors in placeholder order (parameters, buffers and inputs) for a call ``f(*args, **kwargs)``."""
+        state = named_state(self.owner)
+        given = dict(named_inputs(self.signature, args, kwargs or {}))
+        values = []
+        for kind, key in self.slots:
+            if kind == "constant":
+                values.append(key)
+                continue
+            source = state if kind == "state" else given
+            if key not in source:
+                raise SpmdError(f"argument {key!r} is missing; the program takes {', '.join(k for _, k in self.slots)}")
+            values.append(source[key])
+        return values
+
+    def unflatten_outputs(self, outputs: Sequence[Any]) -> Any:
+        """The user's result from the graph's forward outputs."""
+        leaves = [outputs[r.index] if isinstance(r, OutputIndex) else r for r in self.results]
+        return pytree.tree_unflatten(leaves, self.out_tree)
+
+
+def named_state(owner: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by qualified name; tied ones once."""
+    if owner is None:
+        return {}
+    return {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+
+
+def _signature(owner: torch.nn.Module | None, function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(owner.forward if owner is not None else function)
+
+
+def named_inputs(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """``(name, leaf)`` of every leaf of a call's arguments: ``ids``, ``args.0``, ``batch.ids``."""
+    bound = signature.bind(*args, **kwargs)
+    found: list[tuple[str, Any]] = []
+    for name, value in bound.arguments.items():
+        variadic = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
+            found.append((".".join(keys if variadic else [name, *keys]), leaf))
+    return found
+
+
+def _fake_of(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor like ``value``, on the CPU where ``value`` is on meta."""
+    device = "cpu" if value.device.type == "meta" else value.device
+    with fake_mode:
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return fake.requires_grad_(value.requires_grad)
+
+
+class _Function(torch.nn.Module):
+    """A user's function of one flat tuple of tensors: state first, then inputs."""
+
+    def __init__(self, owner: torch.nn.Module | None, function: Callable[..., Any], state: Sequence[str]) -> None:
+        super().__init__()
+        object.__setattr__(self, "owner", owner)  # not a submodule: its parameters are arguments
+        object.__setattr__(self, "function", function)
+        self.state = list(state)
+        self.call: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]] = lambda x: (tuple(x), {})
+        self.backward = False
+        self.out_tree: Any = None
+        self.leaves: list[Any] = []
+
+    def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = len(self.state)
+        args, kwargs = self.call(flat[count:])
+        with _Lines():
+            if self.owner is not None:
+                values = dict(zip(self.state, flat, strict=False))
+                out = torch.func.functional_call(self.owner, values, args, kwargs)
+            else:
+                out = self.function(*args, **kwargs)
+        leaves, self.out_tree = pytree.tree_flatten(out)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self.leaves = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        if self.backward:
+            if not tensors or tensors[0].numel() != 1 or not tensors[0].requires_grad:
+                raise SpmdError("backward=True: the first output must be a scalar loss that requires a gradient")
+            tensors = [tensors[0].reshape(())] + [t.detach() for t in tensors[1:]]
+        return tuple(t.clone() for t in tensors)
+
+
+def capture_function(
+    model_or_fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mesh,
+    specs: Callable[[str, str, int, tuple[int, ...]], Spec | None],
+    backward: bool = False,
+    name: str = "main",
+) -> tuple[Captured, Binding]:
+    """Capture a module or function ahead of time; nothing is allocated, parameters may be meta or fake.
+
+    ``specs(name, kind, ndim, shape)`` gives the placement of each parameter, buffer, input and output.
+    """
+    kwargs = kwargs or {}
+    owner = model_or_fn if isinstance(model_or_fn, torch.nn.Module) else None
+    if owner is None and isinstance(getattr(model_or_fn, "__self__", None), torch.nn.Module):
+        raise SpmdError("give the module itself, not one of its bound methods")
+    signature = _signature(owner, model_or_fn)
+    state = named_state(owner)
+    parameters = dict(owner.named_parameters()) if owner is not None else {}
+    given = named_inputs(signature, args, kwargs)
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [(n, v) for n, v in given if isinstance(v, torch.Tensor)]
+    positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
+
+    known = detect_fake_mode([*state.values(), *(v for _, v in tensors)])
+    fake_mode = known or FakeTensorMode(allow_non_fake_inputs=True)
+    function = _Function(owner, model_or_fn, list(state))
+    function.backward = backward
+
+    def call(flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        filled = list(leaves)
+        for i, value in zip(positions, flat, strict=True):
+            filled[i] = value
+        return pytree.tree_unflatten(filled, tree)
+
+    function.call = call
+    named: list[Input] = []
+    for n, v in [*state.items(), *tensors]:
+        kind = "input" if n not in state else "param" if n in parameters else "buffer"
+        named.append(Input(n, kind, specs(n, kind, v.dim(), tuple(v.shape))))
+    examples = [_fake_of(v, fake_mode) for v in [*state.values(), *(v for _, v in tensors)]]
+    with torch.set_grad_enabled(backward), fx_traceback.preserve_node_meta():
+        joint = _trace(function, examples)
+
+    count = sum(function.is_tensor)
+    labels = ["out"] if count == 1 else [f"out.{i}" for i in range(count)]
+    metas = {d.idx: v for v, d in _forward_values(joint.graph_module)}
+    out_specs = [specs(n, "output", metas[i].dim(), tuple(metas[i].shape)) for i, n in enumerate(labels)]
+    front = _assemble(joint, named, labels, out_specs, mesh, fake_mode, name)
+    if backward:
+        _seed_with_ones(front)
+    order = iter(front.results)
+    results = [next(order) if t else x for t, x in zip(function.is_tensor, function.leaves, strict=True)]
+    kinds = ["state"] * len(state) + ["input"] * len(tensors)
+    slots = [(kinds[a], named[a].name) if isinstance(a, int) else ("constant", a) for a in front.arguments]
+    grads = [o.name for o in front.captured.outputs if o.kind == "grad"]
+    return front.captured, Binding(signature, owner, slots, function.out_tree, results, grads)
+
+
+def _forward_values(gm: GraphModule) -> list[tuple[torch.Tensor, Any]]:
+    node = gm.graph.output_node()
+    return [
+        (v.meta["val"], d)
+        for v, d in zip(node.args[0], node.meta["desc"], strict=True)
+        if isinstance(d, descriptors.PlainAOTOutput)
+    ]
+
+
+def _seed_with_ones(front: Front) -> None:
+    """Replace the loss's tangent by one."""
+    captured = front.captured
+    graph = captured.graph.graph
+    for node in [n for n in graph.find_nodes(op="placeholder") if _is_tangent(n)]:
+        value = node.meta["val"]
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            ones = graph.call_function(
+                aten.full.default, (list(value.shape), 1), {"dtype": value.dtype, "device": value.device}
+            )
+        ones.meta.update(val=value, phase="backward")
+        node.replace_all_uses_with(ones)
+        graph.erase_node(node)
+    captured.inputs[:] = [i for i in captured.inputs if i.kind != "tangent"]
+    captured.graph.recompile()

@@ -1,0 +1,276 @@
+"""How Dynamo sees DTensors while it traces for this compiler: as plain tensors of global shape.
+
+Dynamo would run DTensor's own propagation while it traces, and fail where that does (a plain tensor beside a
+DTensor, an op without a strategy).  `install` replaces five of its methods by ones that do as before unless the
+active compiler is ours; then
+
+* a DTensor input becomes a fake tensor of its global shape (Dynamo's guard on its spec stays);
+* ``DTensor.from_local``, ``.to_local()``, ``.redistribute()`` and ``.full_tensor()`` become the operators of
+  `annotations`, ``.placements`` and ``.device_mesh`` answer, and ``isinstance(x, DTensor)`` says whether ``x`` is a
+  global value: computed from a DTensor and not made local since.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import proxy_args_kwargs
+from torch._dynamo.variables import builder, builtin, tensor
+from torch._dynamo.variables import torch as torch_variables
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import SourcelessBuilder, wrap_fx_proxy
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx import Node
+
+from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op
+from .dtensors import placements_for, spec_from
+from .placements import Mesh, Spec, SpmdError
+
+_BACKENDS: set[Any] = set()
+
+
+def register_backend(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a backend as ours, and make Dynamo show it DTensors as global tensors."""
+    _BACKENDS.add(function)
+    install()
+    return function
+
+
+def is_ours(compiler: Any) -> bool:
+    """Whether a compiler function, as wrapped by ``torch.compile``, is ours."""
+    for _ in range(8):
+        try:
+            if compiler in _BACKENDS:
+                return True
+        except TypeError:
+            pass
+        for name in ("_torchdynamo_orig_backend", "compiler_fn", "func", "__wrapped__"):
+            if getattr(compiler, name, None) is not None:
+                compiler = getattr(compiler, name)
+                break
+        else:
+            return False
+    return False
+
+
+def _active(tx: Any) -> bool:
+    cached = getattr(tx.output, "_spmd_active", None)
+    if cached is None:
+        cached = tx.output._spmd_active = is_ours(tx.output.compiler_fn)
+    return cached
+
+
+# --- global values ------------------------------------------------------------------------------------------
+
+
+def dtensor_of(node: Node) -> DTensor | None:
+    """The DTensor that a placeholder of Dynamo's graph stands for."""
+    argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+    example = argument.example if argument is not None else None
+    return example if isinstance(example, DTensor) else None
+
+
+def global_mesh(node: Node) -> DeviceMesh | None:
+    """The mesh of the DTensors that a node's value is computed from; None for a value that is not global."""
+    if "spmd_mesh" in node.meta:
+        return node.meta["spmd_mesh"]
+    if node.op == "placeholder":
+        found = dtensor_of(node)
+        mesh = found.device_mesh if found is not None else None
+        if found is None and isinstance(node.meta.get("example_value"), torch.Tensor):
+            mesh = getattr(node.meta["example_value"], "_spmd_mesh", None)
+    elif node.target is to_local_op:
+        mesh = None
+    else:
+        mesh = next(filter(None, map(global_mesh, node.all_input_nodes)), None)
+    node.meta["spmd_mesh"] = mesh
+    return mesh
+
+
+def _global_fake(value: DTensor, tx: Any, source: Any) -> torch.Tensor:
+    with tx.fake_mode:
+        fake = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
+        )
+        if isinstance(value, torch.nn.Parameter):
+            fake._is_param = True  # type: ignore[attr-defined]
+    fake._spmd_mesh = value.device_mesh  # type: ignore[attr-defined]
+    tx.output.input_source_to_sizes_strides[source] = {"size": fake.size(), "stride": fake.stride()}
+    return fake
+
+
+# --- annotations --------------------------------------------------------------------------------------------
+
+
+def _constant(variable: Any) -> Any:
+    """The Python value of a variable (of a mesh, a placement, a sequence of them or a number)."""
+    if variable is None or not isinstance(variable, VariableTracker):
+        return variable
+    if isinstance(variable, BaseListVariable):
+        return [_constant(v) for v in variable.items]
+    for name in ("value", "real_obj"):
+        real = getattr(variable, name, None)
+        if real is not None:
+            return getattr(real, "real_obj", real)
+    proxy = getattr(variable, "proxy", None)
+    if proxy is not None and "grapharg" in proxy.node.meta:
+        return proxy.node.meta["grapharg"].example
+    return variable.as_python_constant()
+
+
+def _emit(tx: Any, target: Any, x: TensorVariable, *args: Any) -> VariableTracker:
+    variables = [SourcelessBuilder.create(tx, a) for a in args]
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", target, *proxy_args_kwargs([x, *variables], {})))
+
+
+def _bind(signature: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(f"def f({signature}): pass", names)  # the signature is one of the constants below
+    bound = inspect.signature(names["f"]).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {k: _constant(v) if k != "x" else v for k, v in bound.arguments.items()}
+
+
+def _sizes(mesh: DeviceMesh) -> list[int]:
+    return [int(s) for s in mesh.shape]
+
+
+def _whole(mesh: DeviceMesh, placements: Any) -> tuple[Any, ...]:
+    return tuple(placements) if placements is not None else (Replicate(),) * len(mesh.shape)
+
+
+def _node_of(x: TensorVariable) -> Node:
+    return x.as_proxy().node
+
+
+def _value(x: TensorVariable) -> torch.Tensor:
+    return _node_of(x).meta["example_value"]
+
+
+def _spec_text(x: Any, mesh: DeviceMesh, placements: Any) -> Spec:
+    ndim = x.dim() if isinstance(x, torch.Tensor) else len(x)
+    return spec_from(_whole(mesh, placements), mesh, ndim)
+
+
+def _redistribute(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
+    given = _bind(
+        "device_mesh=None, placements=None, *, async_op=False, forward_dtype=None, backward_dtype=None", args, kwargs
+    )
+    mesh = given["device_mesh"] or global_mesh(_node_of(x))
+    placements = given["placements"] if given["placements"] is not None else known_placements(_node_of(x))
+    return _emit(tx, constrain_op, x, str(_spec_text(_value(x), mesh, placements)))
+
+
+def _full_tensor(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
+    mesh = global_mesh(_node_of(x))
+    spec = _spec_text(_value(x), mesh, None)
+    return _emit(tx, to_local_op, x, str(spec), _sizes(mesh), str(spec))
+
+
+def _to_local(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
+    given = _bind("*, grad_placements=None", args, kwargs)
+    node = _node_of(x)
+    mesh, placements = global_mesh(node), known_placements(node)
+    if placements is None:
+        raise SpmdError(
+            f"to_local() of {node.name}, whose placement is the solver's to choose: say which pieces are meant, "
+            "with redistribute(placements=...) just before it"
+        )
+    spec = _spec_text(_value(x), mesh, placements)
+    grads = given["grad_placements"]
+    grad_spec = gradient_spec(spec) if grads is None else _spec_text(_value(x), mesh, grads)
+    return _emit(tx, to_local_op, x, str(spec), _sizes(mesh), str(grad_spec))
+
+
+def _from_local(tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+    given = _bind(
+        "x, device_mesh=None, placements=None, *, run_check=False, shape=None, stride=None, grad_placements=None",
+        args,
+        {("x" if k == "local_tensor" else k): v for k, v in kwargs.items()},
+    )
+    x, mesh = given["x"], given["device_mesh"]
+    local = _value(x)
+    spec = _spec_text(local, mesh, given["placements"])
+    shape = given["shape"]
+    if shape is None:
+        shape = [int(s) for s in local.shape]
+        for dim in range(len(shape)):
+            for axis in spec.axes_of(dim):
+                shape[dim] *= Mesh.of(mesh)[axis]
+    grads = given["grad_placements"]
+    grad_spec = gradient_spec(spec) if grads is None else _spec_text(local, mesh, grads)
+    out = _emit(tx, from_local_op, x, str(spec), _sizes(mesh), [int(s) for s in shape], str(grad_spec))
+    _node_of(out).meta["spmd_mesh"] = mesh
+    return out
+
+
+def known_placements(node: Node) -> tuple[Any, ...] | None:
+    """The placements that the program fixes for a value: those of a DTensor input, a constraint, or from_local."""
+    found = dtensor_of(node)
+    if found is not None:
+        return found.placements
+    if node.target in (constrain_op, from_local_op):
+        return placements_for(Spec.parse(node.args[1]), global_mesh(node))
+    return None
+
+
+METHODS = {"redistribute": _redistribute, "to_local": _to_local, "full_tensor": _full_tensor}
+ATTRIBUTES = {"placements": known_placements, "device_mesh": global_mesh}
+
+
+# --- installation -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def install() -> None:
+    """Put the hooks in place, once."""
+    wrap_input = builder.wrap_to_fake_tensor_and_record
+    call_method = tensor.TensorVariable.call_method
+    var_getattr = tensor.TensorVariable.var_getattr
+    call_isinstance = builtin.BuiltinVariable.call_isinstance
+    call_function = torch_variables.TorchInGraphFunctionVariable.call_function
+
+    @functools.wraps(wrap_input)
+    def our_wrap_input(e: Any, tx: Any, **kwargs: Any) -> Any:
+        if isinstance(e, DTensor) and _active(tx):
+            return _global_fake(e, tx, kwargs["source"])
+        return wrap_input(e, tx, **kwargs)
+
+    @functools.wraps(call_method)
+    def our_call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
+        if name in METHODS and _active(tx) and global_mesh(_node_of(self)) is not None:
+            return METHODS[name](tx, self, args, kwargs)
+        return call_method(self, tx, name, args, kwargs)
+
+    @functools.wraps(var_getattr)
+    def our_var_getattr(self: Any, tx: Any, name: str) -> VariableTracker:
+        if name in ATTRIBUTES and _active(tx) and global_mesh(_node_of(self)) is not None:
+            return VariableTracker.build(tx, ATTRIBUTES[name](_node_of(self)))
+        return var_getattr(self, tx, name)
+
+    @functools.wraps(call_isinstance)
+    def our_call_isinstance(self: Any, tx: Any, arg: Any, kind: Any) -> VariableTracker:
+        if type(arg) is TensorVariable and _active(tx) and global_mesh(_node_of(arg)) is not None:
+            kinds = kind.as_python_constant()
+            if DTensor in (kinds if isinstance(kinds, tuple) else (kinds,)):
+                return VariableTracker.build(tx, True)
+        return call_isinstance(self, tx, arg, kind)
+
+    @functools.wraps(call_function)
+    def our_call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        if self.value == DTensor.from_local and _active(tx):
+            return _from_local(tx, args, kwargs)
+        return call_function(self, tx, args, kwargs)
+
+    builder.wrap_to_fake_tensor_and_record = our_wrap_input
+    tensor.TensorVariable.call_method = our_call_method
+    tensor.TensorVariable.var_getattr = our_var_getattr
+    builtin.BuiltinVariable.call_isinstance = our_call_isinstance
+    torch_variables.TorchInGraphFunctionVariable.call_function = our_call_function
