@@ -102,6 +102,7 @@ class _Partitioner:
         made = emit_choice(self.graph, self.mesh, self.fake_mode, node, rule, choice, local, self.scalars)
         for r, new in enumerate(made):
             if new is not None:
+                new.meta["choice"], new.meta["result"] = choice, r
                 self.values[node, r] = (new, choice.results[r])
 
     def _obtain(self, value: Node, wanted: Spec, user: Node | None) -> Node:

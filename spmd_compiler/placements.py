@@ -139,7 +139,8 @@ class Spec:
     def of(mesh: Mesh, placements: Any, ndim: int) -> Spec:
         """The spec of ``{axis: placement}`` (axes not named are Replicate), of a sequence in axis order, or a Spec.
 
-        Negative dims are normalised.  Raises `SpmdError` for an unknown axis, a dim out of range, or a wrong
+        Where axes share a dim, a sequence nests as DTensor does (the first axis is outermost), a mapping the other
+        way round (the last axis is outermost, so that FSDP over TP can gather ``dp`` alone).  Negative dims are normalised.  Raises `SpmdError` for an unknown axis, a dim out of range, or a wrong
         number of placements.
         """
         if isinstance(placements, Spec):
@@ -148,11 +149,13 @@ class Spec:
             placements, nesting = placements.placements, placements.nesting
         else:
             nesting = ()
+        reverse = False
         if isinstance(placements, Mapping):
             for axis in placements:
                 if axis not in mesh.axes:
                     raise SpmdError(f"{mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
             placements = [placements.get(a, Replicate()) for a in mesh.axes]
+            reverse = True
         elif isinstance(placements, Placement):
             placements = [placements]
         placements = list(placements)
@@ -165,6 +168,8 @@ class Spec:
                         f"Shard({p.dim}) on axis {mesh.axes[i]!r}: dim out of range for a tensor of {ndim} dims"
                     )
                 placements[i] = Shard(p.dim % ndim)
+        if reverse:
+            nesting = tuple(n[::-1] for n in Spec(mesh.axes, tuple(placements)).nesting)
         return Spec(mesh.axes, tuple(placements), nesting)
 
     def __getitem__(self, axis: str) -> Placement:

@@ -1,0 +1,191 @@
+"""`export`: from an ordinary program and a few placements to a `Program` that can be read, priced and simulated."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import passes
+from .capture import Binding, capture_function
+from .collectives import Collective, collectives
+from .cost import Profile
+from .ir import Partitioned, nbytes, results
+from .placements import Mesh, Spec, SpmdError
+from .text import program_text
+from .verify import simulate_outputs, verify
+
+
+class Program:
+    """A partitioned program: its text, its collectives, what they cost, and a simulator of all its ranks."""
+
+    def __init__(self, local: Partitioned, binding: Binding, backward: bool) -> None:
+        self.local, self.binding, self.backward = local, binding, backward
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.local.mesh
+
+    def text(self) -> str:
+        """The program, one node a line (byte-identical on every rank and in every run)."""
+        return program_text(self.local)
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        return collectives(list(self.local.graph.graph.nodes))
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in one step, under ring algorithms."""
+        return sum(c.wire_bytes for c in self.collectives)
+
+    @property
+    def replicated_ops(self) -> tuple[str, ...]:
+        """Ops that run on replicated inputs for want of a rule."""
+        return self.local.replicated_ops
+
+    @property
+    def price(self) -> float:
+        """Predicted seconds of one step under the profile."""
+        return self.local.price
+
+    @property
+    def gap(self) -> float:
+        """``(price - proven lower bound) / price``; 0.0 when the plan is proven cheapest."""
+        gap = (self.local.price - self.local.bound) / self.local.price if self.local.price else 0.0
+        return 0.0 if gap < 1e-6 else gap
+
+    @property
+    def placements(self) -> dict[str, Spec | None]:
+        """Where every input and output lives, by name."""
+        return {i.name: i.spec for i in self.local.inputs} | {o.name: o.spec for o in self.local.outputs}
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes a device holds: ``parameters``, ``gradients`` and ``activations`` (their peak along the schedule)."""
+        found = {"parameters": 0, "gradients": 0, "activations": 0}
+        graph = self.local.graph.graph
+        places = [n for n in graph.nodes if n.op == "placeholder"]
+        for node, i in zip(places, self.local.inputs, strict=True):
+            if i.kind in ("param", "buffer"):
+                found["parameters"] += nbytes(node.meta["val"])
+        out = next(n for n in reversed(graph.nodes) if n.op == "output")
+        for value, o in zip(out.args[0], self.local.outputs, strict=True):
+            if o.kind == "grad" and value is not None:
+                found["gradients"] += nbytes(value.meta["val"])
+        users = {n: set(n.users) for n in graph.nodes}
+        live = 0
+        for node in graph.nodes:
+            if node.op == "call_function" and not getattr(node.target, "is_view", False):
+                live += sum(map(nbytes, results(node)))
+            found["activations"] = max(found["activations"], live)
+            for used in node.all_input_nodes:
+                users[used].discard(node)
+                view = getattr(used.target, "is_view", False)
+                if not users[used] and used.op == "call_function" and not view:
+                    live -= sum(map(nbytes, results(used)))
+        return found
+
+    def verify(self) -> None:
+        """Re-derive every spec and compare all simulated ranks with the global graph (raises on a difference)."""
+        verify(self.local)
+
+    def simulate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run every rank in this process on global values.
+
+        Returns the global result; for ``backward=True`` a pair ``(outputs, {name: gradient})``.
+        """
+        flat = iter(self.binding.flatten(args, kwargs))
+        given = [
+            torch.empty((), dtype=torch.int64).random_() if i.kind == "seed" else next(flat) for i in self.local.inputs
+        ]
+        outs = simulate_outputs(self.local, given)
+        forward = [v for v, o in zip(outs, self.local.outputs, strict=True) if o.kind == "output"]
+        result = self.binding.unflatten_outputs(forward)
+        if not self.backward:
+            return result
+        grads = {
+            self.local.inputs[o.of].name: v
+            for v, o in zip(outs, self.local.outputs, strict=True)
+            if o.kind == "grad" and o.of is not None and v is not None
+        }
+        return result, grads
+
+    def __repr__(self) -> str:
+        return (
+            f"Program({self.local.captured.name!r}, {self.mesh}, {len(self.collectives)} collectives, "
+            f"{self.wire_bytes:.0f} wire bytes, gap {self.gap:.1%})"
+        )
+
+
+class Placements:
+    """The user's placements by name or glob; remembers which were used."""
+
+    def __init__(self, mesh: Mesh, given: Mapping[str, Any]) -> None:
+        self.mesh, self.given = mesh, dict(given)
+        self.used: set[str] = set()
+        self.names: list[str] = []
+
+    def __call__(self, name: str, kind: str, ndim: int, shape: Sequence[int]) -> Spec | None:
+        """The spec of one value.  Not named: Replicate for inputs, the solver's for outputs."""
+        self.names.append(name)
+        key = name if name in self.given else next((k for k in self.given if fnmatch.fnmatchcase(name, k)), None)
+        if key is None:
+            return None if kind in ("output", "grad", "mutation") else Spec.replicate(self.mesh)
+        self.used.add(key)
+        for other in self.given:
+            if fnmatch.fnmatchcase(name, other):
+                self.used.add(other)
+        if isinstance(self.given[key], str):
+            if self.given[key] == "auto":
+                return None
+            return Spec.of(self.mesh, Spec.parse(self.given[key]), ndim)
+        try:
+            return Spec.of(self.mesh, self.given[key], ndim)
+        except SpmdError as error:
+            raise SpmdError(f"placement of {name!r} {tuple(shape)}: {error}") from None
+
+    def check(self) -> None:
+        """Raise `SpmdError` for a name that nothing has."""
+        for key in self.given:
+            if key not in self.used:
+                near = difflib.get_close_matches(key, self.names, n=3, cutoff=0.4)
+                hint = (
+                    f"; did you mean {', '.join(map(repr, near))}?" if near else f"; there are {', '.join(self.names)}"
+                )
+                raise SpmdError(f"no parameter, buffer, input or output is named {key!r}{hint}")
+
+
+def export(
+    model_or_fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any,
+    placements: Mapping[str, Any] | None = None,
+    backward: bool = False,
+    profile: str | Profile | None = None,
+    verify: bool = False,
+    name: str | None = None,
+) -> Program:
+    """Plan a program on a mesh that need not exist.
+
+    ``placements`` maps names of parameters, buffers and inputs (``"ids"``, ``"args.0"``, ``"batch.ids"``) and
+    outputs (``"out"``, ``"out.0"``), or globs of them, to ``{axis: placement}``, a sequence of placements in axis
+    order, a `Spec` or its text, or ``"auto"``.  Inputs that are not named are replicated; outputs are the solver's.
+    With ``backward`` the first output is a scalar loss, and gradients of all parameters and inputs that require
+    one are outputs too.  Raises `SpmdError` for bad input.
+    """
+    mesh = Mesh.of(mesh)
+    chosen = Placements(mesh, placements or {})
+    title = name or getattr(model_or_fn, "__name__", None) or type(model_or_fn).__name__
+    captured, binding = capture_function(
+        model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=title
+    )
+    chosen.check()
+    options = passes.Options(profile=profile, verify=verify)
+    return Program(passes.run(captured, options), binding, backward)

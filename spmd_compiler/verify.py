@@ -1,0 +1,192 @@
+"""An independent witness of a partitioned graph: it reads no solver state.
+
+`derive` re-derives the spec of every value along the local graph, from the rules and from what each collective
+does.  `compare` runs all simulated ranks on random inputs beside the global graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.fx import Node
+
+from . import collectives as coll
+from . import simulate
+from .ir import Partitioned, operands, results, source_line
+from .placements import Spec, SpmdError
+from .redistribute import slice_op
+from .rules import Rule, rule_of
+from .symbolic import bind_tree
+
+
+class VerificationError(SpmdError):
+    """The partitioned graph is not what the global graph means: a bug of the compiler, not of its user."""
+
+
+def verify(local: Partitioned) -> None:
+    """`derive`, then `compare`.  Raises `VerificationError`."""
+    derive(local)
+    compare(local)
+
+
+def derive(local: Partitioned) -> None:
+    """Check every spec of the local graph.
+
+    A redistribution must lead from its operand's spec to its own; a computed value must follow from the specs of
+    the operands by the node's rule, axis by axis; every local shape must be the one the spec gives.
+    """
+    joint = {n.name: n for n in local.captured.graph.graph.nodes}
+    for node in local.graph.graph.nodes:
+        spec = node.meta.get("spec")
+        if spec is None:
+            continue
+        expected = bind_tree(spec.local_shape(node.meta["global"], local.mesh), {})
+        if tuple(node.meta["val"].shape) != tuple(expected):
+            raise VerificationError(
+                f"{_where(node)}: local shape {tuple(node.meta['val'].shape)}, {spec} gives {expected}"
+            )
+        if "value" in node.meta:
+            _check_move(node)
+        elif node.op == "call_function" and "choice" in node.meta:
+            _check_choice(node, joint[node.meta["origin"]])
+
+
+def _where(node: Node) -> str:
+    return f"{node.name} ({source_line(node)})"
+
+
+def _check_move(node: Node) -> None:
+    source, target = node.args[0].meta["spec"], node.meta["spec"]
+    changed = [a for a in source.axes if source[a] != target[a]]
+    if node.target is coll.permute:
+        if changed or source.nesting == target.nesting:
+            raise VerificationError(f"{_where(node)}: permute from {source} to {target}")
+        return
+    axis = coll.axes_of(node)[0] if coll.is_collective(node) else (changed or [""])[0]
+    if changed != [axis]:
+        raise VerificationError(f"{_where(node)}: one collective over {axis} leads from {source} to {target}")
+    old, new = source[axis], target[axis]
+    legal = {
+        coll.all_reduce: isinstance(old, Partial) and isinstance(new, Replicate),
+        coll.reduce_scatter: isinstance(old, Partial) and isinstance(new, Shard),
+        coll.all_gather: isinstance(old, Shard) and isinstance(new, Replicate),
+        coll.all_to_all: isinstance(old, Shard) and isinstance(new, Shard),
+        slice_op: isinstance(old, Replicate) and isinstance(new, Shard),
+    }.get(node.target, False)
+    inner = not isinstance(old, Shard) or source.axes_of(old.dim)[-1] == axis
+    innermost = not isinstance(new, Shard) or target.axes_of(new.dim)[-1] == axis
+    if isinstance(old, Partial) and legal:
+        legal = coll.reduce_op(node) == old.reduce_op
+    if not (legal and inner and innermost):
+        raise VerificationError(f"{_where(node)}: {node.target} does not lead from {source} to {target}")
+
+
+def _check_choice(node: Node, origin: Node) -> None:
+    choice, result = node.meta["choice"], node.meta["result"]
+    if choice.results[result] != node.meta["spec"]:
+        raise VerificationError(f"{_where(node)}: spec {node.meta['spec']}, its choice says {choice.results[result]}")
+    r = rule_of(origin)
+    whole = all(s.is_replicated() for s in (*choice.operands, *(x for x in choice.results if x is not None)))
+    if whole or origin.meta.get("region"):
+        return
+    if r is None:
+        raise VerificationError(f"{_where(node)}: {origin.target} has no rule but runs on {choice.operands}")
+    for axis in node.meta["spec"].axes:
+        given = [s[axis] for s in choice.operands]
+        made = [s[axis] for s, v in zip(choice.results, results(origin), strict=True) if v is not None]
+        if not _legal(r, given, made, [v is not None for v in results(origin)]):
+            raise VerificationError(
+                f"{_where(node)}: on {axis}, {given} do not give {made} by the rule of {origin.target}"
+            )
+    for spec, o in zip(choice.operands, operands(origin), strict=True):
+        _check_order(r, spec, o)
+
+
+def _legal(r: Rule, given: list, made: list, kept: list[bool]) -> bool:
+    """Whether on one axis these operand placements give these result placements."""
+    if all(isinstance(p, Replicate) for p in given + made):
+        return True
+    outs = [d for d, k in zip(r.results, kept, strict=True) if k]
+    for factor in r.shardable():
+        expected = [_shard_of(d, factor) or Replicate() for d in r.operands]
+        missing = r.reduce.get(factor, "sum")
+        ends = [_shard_of(d, factor) or (Replicate() if missing == "none" else Partial(missing)) for d in outs]
+        if given == expected and made == ends:
+            return True
+    for group in r.linear:
+        for op in group.ops:
+            expected = [Partial(op) if i in group.operands else Replicate() for i in range(len(given))]
+            if given == expected and all(p == Partial(op) for p in made):
+                return True
+    return False
+
+
+def _shard_of(dims: tuple, factor: str) -> Shard | None:
+    return next((Shard(i) for i, d in enumerate(dims) if d and d[0] == factor), None)
+
+
+def _check_order(r: Rule, spec: Spec, operand: Node) -> None:
+    for dim in range(operand.meta["val"].dim()):
+        axes = spec.axes_of(dim)
+        if len(axes) > 1 and not r.operands:
+            raise VerificationError(f"{operand.name}: {spec} nests {axes} on dim {dim}")
+
+
+def compare(local: Partitioned, seed: int = 0) -> None:
+    """Run every simulated rank and the global graph on the same random inputs; every output must agree."""
+    generator = torch.Generator().manual_seed(seed)
+    places = [n for n in local.captured.graph.graph.nodes if n.op == "placeholder"]
+    given = [_random(n, i.kind, generator) for n, i in zip(places, local.inputs, strict=True)]
+    check(local, given)
+
+
+def check(local: Partitioned, given: list) -> None:
+    """`compare` on these global inputs."""
+    expected = simulate.run_global(local.captured.graph, given)
+    outs = simulate_outputs(local, given)
+    for o, want, got in zip(local.outputs, expected, outs, strict=True):
+        if want is None or o.spec is None:
+            continue
+        loose = 2e-2 if want.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        tolerance = {"rtol": loose, "atol": loose * max(1.0, float(want.abs().max()) if want.numel() else 1.0) * 0.1}
+        try:
+            torch.testing.assert_close(got, want, equal_nan=True, **tolerance)
+        except AssertionError as error:
+            raise VerificationError(f"output {o.name!r} {o.spec}: {error}") from None
+
+
+def simulate_outputs(local: Partitioned, given: list) -> list:
+    """The global outputs of all simulated ranks, given the global inputs."""
+    ranks = local.mesh.size
+    feed: list[list] = [[] for _ in range(ranks)]
+    for value, i in zip(given, local.inputs, strict=True):
+        pieces = [value] * ranks if i.spec is None else simulate.split(value, i.spec, local.mesh)
+        for rank in range(ranks):
+            feed[rank].append(pieces[rank])
+    outs = simulate.run(local.graph, local.mesh, feed)
+    shapes = _output_shapes(local)
+    joined = []
+    for j, o in enumerate(local.outputs):
+        if o.spec is None:
+            joined.append(outs[0][j])
+        else:
+            joined.append(simulate.join([r[j] for r in outs], o.spec, local.mesh, shapes[j], check=False))
+    return joined
+
+
+def _output_shapes(local: Partitioned) -> list:
+    out = next(n for n in reversed(local.captured.graph.graph.nodes) if n.op == "output")
+    flat = out.args[0] if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
+    return [tuple(v.meta["val"].shape) if isinstance(v, Node) and results(v) else None for v in flat]
+
+
+def _random(node: Node, kind: str, generator: torch.Generator) -> torch.Tensor | int:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return int(value)
+    shape = tuple(int(s) for s in value.shape)
+    if value.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(value.dtype)
+    if value.dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=value.dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(value.dtype)
