@@ -33,7 +33,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from . import dynamo
-from .annotations import from_local_op
 from .dtensors import on_mesh, spec_of
 from .ir import Captured, Input, Output
 from .placements import Mesh, Spec, SpmdError
@@ -251,7 +250,6 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
         n if n is not None and isinstance(n.meta.get("example_value"), torch.Tensor) else None for n in returned
     ]
     is_global = [dynamo.global_mesh(n) is not None for n in returned if n is not None]
-    local_inputs = _local_inputs(gm)
 
     wrapped, taken = _specialised(gm, placeholders, returned)
     examples = [_static(placeholders[i].meta["example_value"], fake_mode) for i in taken]
@@ -269,9 +267,6 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     labels = ["out"] if len(is_global) == 1 else [f"out.{i}" for i in range(len(is_global))]
     specs = [None if g else Spec.replicate(abstract) for g in is_global]
     front = _assemble(joint, named, labels, specs, abstract, fake_mode, name)
-    for node, entry in zip(front.captured.graph.graph.find_nodes(op="placeholder"), front.arguments, strict=False):
-        if isinstance(entry, int) and taken[entry] in local_inputs:
-            node.meta["local"] = True
     front.arguments = [taken[a] if isinstance(a, int) else a for a in front.arguments]
     order = iter(front.results)
     front.results = [next(order) if n is not None else _number(c) for n, c in zip(returned, constants, strict=True)]
@@ -285,19 +280,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, Node):
         value = value.meta.get("example_value")
     return int(value) if isinstance(value, torch.SymInt) else value
-
-
-def _local_inputs(gm: GraphModule) -> set[int]:
-    """Positions of plain inputs that ``from_local`` is computed from: each rank's own values, not global ones."""
-    found: set[Node] = set()
-    todo = [n for n in gm.graph.nodes if n.target is from_local_op]
-    while todo:
-        node = todo.pop()
-        for n in node.all_input_nodes:
-            if n not in found and dynamo.global_mesh(n) is None and n.target is not torch.ops.spmd.to_local.default:
-                found.add(n)
-                todo.append(n)
-    return {i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in found}
 
 
 def _specialised(

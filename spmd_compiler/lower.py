@@ -1,0 +1,366 @@
+"""From a local graph to code that runs on one rank.
+
+`bind` puts this rank's coordinates in, `expand_collectives` turns ``spmd::*`` collectives into functional
+collectives of process groups, `compile_graph` hands the result to TorchInductor (or runs it as it is).
+
+Every rank issues the same collectives with the same sizes: uneven pieces are padded to the largest before, and
+cut after.  Pieces are those of ``torch.chunk``, so that padding is always at the end of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from . import collectives as coll
+from .placements import Mesh
+from .symbolic import bind_tree, symbols_in
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+
+class Groups:
+    """The process groups of a mesh: one for each set of axes, made on first need, in program order on every rank."""
+
+    _made: dict[tuple[DeviceMesh, tuple[str, ...]], str] = {}  # noqa: RUF012
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.axes = mesh, Mesh.of(mesh).axes
+        self.sizes = dict(zip(self.axes, map(int, mesh.shape), strict=True))
+        place = mesh.get_coordinate()
+        self.coordinates = dict(zip(self.axes, place or (0,) * len(self.axes), strict=True))
+
+    def name(self, axes: Sequence[str]) -> str:
+        """The name of this rank's group over ``axes``, whose ranks count row-major in mesh order."""
+        order = tuple(a for a in self.axes if a in axes)
+        if len(order) == 1:
+            return self.mesh.get_group(self.axes.index(order[0])).group_name
+        key = (self.mesh, order)
+        if key not in Groups._made:
+            index = tuple(slice(None) if a in order else self.coordinates[a] for a in self.axes)
+            ranks = self.mesh.mesh[index].flatten().tolist()
+            group = dist.new_group(ranks, use_local_synchronization=True, group_desc="spmd_" + "_".join(order))
+            Groups._made[key] = group.group_name
+        return Groups._made[key]
+
+
+# --- this rank's numbers ------------------------------------------------------------------------------------
+
+
+def bind(gm: GraphModule, mesh: Mesh, coordinates: Mapping[str, int]) -> GraphModule:
+    """A copy of a local graph with every coordinate replaced by its number and fake values of this rank's sizes."""
+    writer = _Writer(_fake_mode(gm))
+    done: dict[Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            done[node] = writer.placeholder(node, _own_value(node, mesh, coordinates, writer.fake_mode))
+        elif node.op == "call_function" and not _symbolic(node) and not _changed(node, done):
+            done[node] = writer.copy(node, done)
+        elif node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), done.__getitem__)
+            args, kwargs = bind_tree((args, kwargs), coordinates)
+            done[node] = writer.call(node.target, *args, **kwargs)
+            writer.annotate(done[node], node)
+        else:
+            done[node] = writer.copy(node, done)
+    return GraphModule(gm, writer.graph)
+
+
+def _symbolic(node: Node) -> bool:
+    return bool(symbols_in([list(node.args), dict(node.kwargs)]))
+
+
+def _changed(node: Node, done: Mapping[Node, Any]) -> bool:
+    """Whether an operand has other sizes on this rank than at coordinate 0."""
+    return any(_layout(n.meta.get("val")) != _layout(done[n].meta.get("val")) for n in node.all_input_nodes)
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_layout(v) for v in value]
+    return (tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else None
+
+
+def _own_value(node: Node, mesh: Mesh, coordinates: Mapping[str, int], fake_mode: FakeTensorMode) -> Any:
+    value, spec = node.meta.get("val"), node.meta.get("spec")
+    if spec is None or not isinstance(value, torch.Tensor):
+        return value
+    shape = bind_tree(spec.local_shape(node.meta["global"], mesh), coordinates)
+    return value if tuple(shape) == tuple(value.shape) else resized(value, shape, fake_mode)
+
+
+def resized(value: torch.Tensor, shape: Sequence[int], fake_mode: Any) -> torch.Tensor:
+    """A fake tensor like ``value`` of another shape, its dims in the same memory order."""
+    strides, run = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (value.stride(d), -d)):
+        strides[d] = run
+        run *= max(int(shape[d]), 1)
+    with fake_mode:
+        return torch.empty_strided(tuple(shape), strides, dtype=value.dtype, device=value.device)
+
+
+def _fake_mode(gm: GraphModule) -> FakeTensorMode:
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    return detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)]) or FakeTensorMode()
+
+
+class _Writer:
+    """Writes nodes with fake values."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.graph, self.fake_mode = Graph(), fake_mode
+        self.origin: Node | None = None
+
+    def placeholder(self, node: Node, value: Any) -> Node:
+        new = self.graph.node_copy(node)
+        new.meta = {**node.meta, "val": value}
+        return new
+
+    def copy(self, node: Node, done: Mapping[Node, Any]) -> Node:
+        new = self.graph.node_copy(node, done.__getitem__)
+        new.meta = dict(node.meta)
+        return new
+
+    def annotate(self, new: Node, old: Node) -> None:
+        new.meta = {**old.meta, "val": new.meta["val"]}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = target(*values, **named)
+        return node
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+def expand_collectives(gm: GraphModule, groups: Groups) -> GraphModule:
+    """A copy of a bound graph with functional collectives (`torch.ops._c10d_functional`) for ``spmd::*``."""
+    writer = _Expansion(_fake_mode(gm), groups)
+    done: dict[Node, Any] = {}
+    for node in gm.graph.nodes:
+        if coll.is_collective(node):
+            args = map_arg(node.args, done.__getitem__)
+            done[node] = getattr(writer, node.target._schema.name.removeprefix("spmd::"))(*args)
+        else:
+            done[node] = writer.copy(node, done)
+    return GraphModule(gm, writer.graph)
+
+
+class _Expansion(_Writer):
+    """One method for each collective of `collectives`, with its arguments."""
+
+    def __init__(self, fake_mode: FakeTensorMode, groups: Groups) -> None:
+        super().__init__(fake_mode)
+        self.groups = groups
+
+    # --- shapes ---------------------------------------------------------------------------------------------
+
+    def pad(self, x: Node, dim: int, size: int) -> Node:
+        """``x`` with zeros behind its ``dim`` up to ``size``."""
+        shape = x.meta["val"].shape
+        if shape[dim] == size:
+            return x
+        missing = [size - int(n) if d == dim else int(n) for d, n in enumerate(shape)]
+        value = x.meta["val"]
+        zeros = self.call(aten.full.default, missing, 0, dtype=value.dtype, device=value.device)
+        return self.call(aten.cat.default, [x, zeros], dim)
+
+    def cut(self, x: Node, dim: int, size: int) -> Node:
+        if x.meta["val"].shape[dim] == size:
+            return x
+        return self.dense(self.call(aten.slice.Tensor, x, dim, 0, size))
+
+    def dense(self, x: Node) -> Node:
+        if x.meta["val"].is_contiguous():
+            return x
+        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def view(self, x: Node, shape: Sequence[int]) -> Node:
+        return self.call(aten.view.default, self.dense(x), [int(n) for n in shape])
+
+    def split_first(self, x: Node, dim: int, parts: int) -> Node:
+        """Cut ``dim`` into ``parts``, which become a new dim 0."""
+        shape = list(x.meta["val"].shape)
+        if dim == 0:
+            return self.view(x, [parts, shape[0] // parts, *shape[1:]])
+        y = self.view(x, [*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]])
+        order = [dim, *(d for d in range(len(shape) + 1) if d != dim)]
+        return self.dense(self.call(aten.permute.default, y, order))
+
+    def merge_first(self, x: Node, dim: int) -> Node:
+        """Undo `split_first`: dim 0 becomes the major part of ``dim`` (counted without it)."""
+        shape = list(x.meta["val"].shape)
+        parts, rest = shape[0], shape[1:]
+        if dim:
+            order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
+            x = self.call(aten.permute.default, x, order)
+        rest[dim] *= parts
+        return self.view(x, rest)
+
+    # --- dtypes ---------------------------------------------------------------------------------------------
+
+    def reducible(self, x: Node, op: str) -> Node:
+        """``x`` in a dtype that the group can reduce (gloo knows no bool, bfloat16 or half precision sums)."""
+        value = x.meta["val"]
+        if value.dtype == torch.bool:
+            return self.cast(x, torch.int32 if op in ("sum", "product") else torch.uint8)
+        if value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16):
+            return self.cast(x, torch.float32)
+        return x
+
+    def cast(self, x: Node, dtype: torch.dtype) -> Node:
+        if x.meta["val"].dtype == dtype:
+            return x
+        return self.call(torch.ops.prims.convert_element_type.default, x, dtype)
+
+    def wait(self, target: Any, *args: Any) -> Node:
+        return self.call(c10d.wait_tensor.default, self.call(target, *args))
+
+    # --- the collectives ------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Node, axis: str, parts: int, op: str) -> Node:
+        value = x.meta["val"]
+        if parts == 1 or value.numel() == 0:
+            return x
+        y = self.dense(self.reducible(x, op))
+        return self.cast(self.wait(c10d.all_reduce.default, y, op, self.groups.name([axis])), value.dtype)
+
+    def all_gather(self, x: Node, dim: int, total: int, axis: str, parts: int) -> Node:
+        if parts == 1:
+            return x
+        x = self.dense(self.pad(x, dim, -(-total // parts)))
+        shape = list(x.meta["val"].shape)
+        if 0 in shape:
+            shape[dim] = total
+            return self.view(x, shape)
+        y = self.view(x, [1, *shape])
+        y = self.wait(c10d.all_gather_into_tensor.default, y, parts, self.groups.name([axis]))
+        return self.cut(self.merge_first(y, dim), dim, total)
+
+    def reduce_scatter(self, x: Node, dim: int, size: int, axis: str, parts: int, op: str) -> Node:
+        value = x.meta["val"]
+        if parts == 1:
+            return x
+        step = -(-int(value.shape[dim]) // parts)
+        y = self.split_first(self.pad(self.reducible(x, op), dim, step * parts), dim, parts)
+        shape = list(y.meta["val"].shape[1:])
+        if 0 in shape:
+            shape[dim] = size
+            return self.view(self.cast(self.call(aten.slice.Tensor, y, 0, 0, 1), value.dtype), shape)
+        y = self.wait(c10d.reduce_scatter_tensor.default, self.dense(y), op, parts, self.groups.name([axis]))
+        return self.cut(self.cast(self.view(y, shape), value.dtype), dim, size)
+
+    def all_to_all(
+        self, x: Node, gather_dim: int, total: int, split_dim: int, size: int, axis: str, parts: int
+    ) -> Node:
+        value = x.meta["val"]
+        if parts == 1:
+            return x
+        x = self.pad(x, gather_dim, -(-total // parts))
+        step = -(-int(value.shape[split_dim]) // parts)
+        y = self.dense(self.split_first(self.pad(x, split_dim, step * parts), split_dim, parts))
+        if y.meta["val"].numel() > 0:
+            even = [1] * parts
+            y = self.wait(c10d.all_to_all_single.default, y, even, even, self.groups.name([axis]))
+        return self.cut(self.cut(self.merge_first(y, gather_dim), gather_dim, total), split_dim, size)
+
+    def permute(
+        self, x: Node, dim: int, size: int, order: Sequence[str], new_order: Sequence[str], sizes: Sequence[int]
+    ) -> Node:
+        of = dict(zip(order, sizes, strict=True))
+        if math.prod(sizes) == 1 or tuple(order) == tuple(new_order) or x.meta["val"].numel() == 0:
+            return x
+        mesh_order = [a for a in self.groups.axes if a in of]
+        mine = self.groups.coordinates
+        piece = _index([mine[a] for a in order], [of[a] for a in order])
+        wanted = _index([mine[a] for a in new_order], [of[a] for a in new_order])
+        to = dict(zip(new_order, _place(piece, [of[a] for a in new_order]), strict=True))
+        source = dict(zip(order, _place(wanted, [of[a] for a in order]), strict=True))
+
+        def rank(place: Mapping[str, int]) -> int:
+            return _index([place[a] for a in mesh_order], [of[a] for a in mesh_order])
+
+        return self.exchange(x, mesh_order, math.prod(sizes), rank(to), rank(source))
+
+    def shift(self, x: Node, offset: int, axis: str, parts: int) -> Node:
+        if offset == 0:
+            return x
+        mine = self.groups.coordinates[axis]
+        to, source = mine + offset, mine - offset
+        return self.exchange(x, [axis], parts, to if 0 <= to < parts else None, source if 0 <= source < parts else None)
+
+    def exchange(self, x: Node, axes: Sequence[str], parts: int, to: int | None, source: int | None) -> Node:
+        """Send ``x`` to rank ``to`` of a group and return what ``source`` sent (zeros where it is None)."""
+        value = x.meta["val"]
+        shape = list(value.shape)
+        if parts == 1 or value.numel() == 0:
+            return self.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device)
+        row = self.view(x, [1, value.numel()])
+        if to is None:
+            row = self.dense(self.call(aten.slice.Tensor, row, 0, 0, 0))
+        sent = [int(i == to) for i in range(parts)]
+        received = [int(i == source) for i in range(parts)]
+        y = self.wait(c10d.all_to_all_single.default, row, received, sent, self.groups.name(axes))
+        return self.view(self.pad(y, 0, 1), shape)
+
+
+def _index(place: Sequence[int], sizes: Sequence[int]) -> int:
+    """The row-major number of a place."""
+    number = 0
+    for p, n in zip(place, sizes, strict=True):
+        number = number * n + p
+    return number
+
+
+def _place(number: int, sizes: Sequence[int]) -> list[int]:
+    place = []
+    for n in reversed(sizes):
+        place.append(number % n)
+        number //= n
+    return place[::-1]
+
+
+# --- code ---------------------------------------------------------------------------------------------------
+
+
+def compile_graph(gm: GraphModule, how: str, *, is_backward: bool = False, is_inference: bool = False) -> Compiled:
+    """A function of a list of local tensors that runs ``gm``: through Inductor, or as it is (``how="eager"``).
+
+    Inductor may choose other strides for values that are no results of the user's; they are written to
+    ``meta["val"]`` of the nodes that the output node returns.
+    """
+    if how == "eager":
+        return lambda values: gm(*values)
+    examples = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    fake_mode = _fake_mode(gm)
+    output = gm.graph.output_node()
+    returned = output.args[0]
+    output.meta.setdefault("user_visible_output_idxs", list(range(len(returned))))
+    context = TracingContext(fake_mode)
+    with tracing(context), V.set_fake_mode(fake_mode), context.report_output_strides() as strides:
+        compiled = compile_fx_inner(gm, examples, is_backward=is_backward, is_inference=is_inference)
+    for value, stride in zip(returned, strides or [], strict=False):
+        if isinstance(value, Node) and stride is not None:
+            found = value.meta["val"]
+            if tuple(stride) != tuple(found.stride()):
+                with fake_mode:
+                    value.meta["val"] = torch.empty_strided(
+                        found.shape, tuple(map(int, stride)), dtype=found.dtype, device=found.device
+                    )
+    return compiled

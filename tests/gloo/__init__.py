@@ -1,0 +1,5 @@
+"""Real processes: a pool of gloo ranks that serves many cases (`Pool`)."""
+
+from gloo.pool import Pool
+
+__all__ = ["Pool"]

@@ -1,0 +1,156 @@
+"""Every collective on real processes, against the global value it stands for."""
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import init_device_mesh
+from torch.fx import Graph, GraphModule
+
+from spmd_compiler import collectives as coll
+from spmd_compiler import lower
+from spmd_compiler.placements import Mesh
+from spmd_compiler.symbolic import chunk, coordinate, piece
+
+MESHES = {"line": {"x": 4}, "square": {"x": 2, "y": 2}}
+_GROUPS = {}
+
+
+def groups_of(name):
+    if name not in _GROUPS:
+        sizes = MESHES[name]
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _GROUPS[name] = lower.Groups(mesh)
+    return _GROUPS[name]
+
+
+def run(name, target, local, *args, how="eager"):
+    """The result of one collective, bound, expanded and run on this rank."""
+    groups = groups_of(name)
+    with FakeTensorMode() as mode:
+        fake = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype)
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = fake
+    node = graph.call_function(target, (x, *args))
+    with mode:
+        node.meta["val"] = fake
+    out = graph.output((node,))
+    out.meta["val"] = None
+    gm = lower.bind(GraphModule({}, graph), Mesh(MESHES[name]), groups.coordinates)
+    gm = lower.expand_collectives(gm, groups)
+    compiled = lower.compile_graph(gm, how, is_inference=True)
+    return compiled([local])[0]
+
+
+def values(shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2 if dtype == torch.bool else 5, shape, generator=generator).to(dtype)
+
+
+def cut(x, dim, parts, index):
+    begin, size = piece(x.shape[dim], parts, index)
+    return x.narrow(dim, begin, size).contiguous()
+
+
+def check_pieces(name, axis, dtype, n):
+    """all_gather, reduce_scatter and all_to_all of a dim of n elements, on dims 0 and 1."""
+    groups = groups_of(name)
+    parts, mine = groups.sizes[axis], groups.coordinates[axis]
+    other = 10 * sum(c for a, c in groups.coordinates.items() if a != axis)
+    c = coordinate(axis)
+    for dim in (0, 1):
+        shape = [3, 3, 2]
+        shape[dim] = n
+        whole = values(shape, dtype, other)
+        got = run(name, coll.all_gather, cut(whole, dim, parts, mine), dim, n, axis, parts)
+        torch.testing.assert_close(got, whole, rtol=0, atol=0)
+
+        each = [values(shape, dtype, other + r) for r in range(parts)]
+        for op in ("sum", "max") if dtype != torch.bool else ("max",):
+            size = chunk(n, parts, c)
+            got = run(name, coll.reduce_scatter, each[mine], dim, size, axis, parts, op)
+            total = torch.stack(each).sum(0).to(dtype) if op == "sum" else torch.stack(each).amax(0)
+            torch.testing.assert_close(got, cut(total, dim, parts, mine), rtol=0, atol=0)
+
+        for split in {0, 1, 2} - {dim}:
+            size = chunk(shape[split], parts, c)
+            got = run(name, coll.all_to_all, cut(whole, dim, parts, mine), dim, n, split, size, axis, parts)
+            torch.testing.assert_close(got, cut(whole, split, parts, mine), rtol=0, atol=0)
+
+
+def check_all_reduce(name, axis, dtype):
+    groups = groups_of(name)
+    other = 10 * sum(c for a, c in groups.coordinates.items() if a != axis)
+    each = [values((3, 2), dtype, other + r) for r in range(groups.sizes[axis])]
+    stacked = torch.stack(each)
+    wanted = {"max": stacked.amax(0), "min": stacked.amin(0)}
+    if dtype != torch.bool:
+        wanted |= {"sum": stacked.sum(0).to(dtype), "product": stacked.prod(0).to(dtype)}
+    for op, want in wanted.items():
+        mine = each[groups.coordinates[axis]]
+        got = run(name, coll.all_reduce, mine.t().contiguous().t(), axis, groups.sizes[axis], op)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def check_permute(dtype):
+    groups = groups_of("square")
+    place = groups.coordinates
+    whole = values((2, 8), dtype)
+    for order, new in itertools.permutations([("x", "y"), ("y", "x")]):
+        mine = cut(whole, 1, 4, 2 * place[order[0]] + place[order[1]])
+        got = run("square", coll.permute, mine, 1, 2, order, new, (2, 2))
+        torch.testing.assert_close(got, cut(whole, 1, 4, 2 * place[new[0]] + place[new[1]]))
+
+
+def check_shift(name, axis, dtype):
+    groups = groups_of(name)
+    parts, mine = groups.sizes[axis], groups.coordinates[axis]
+    each = [values((2, 3), dtype, r) for r in range(parts)]
+    for offset in (-parts, -1, 0, 1, 2):
+        got = run(name, coll.shift, each[mine], offset, axis, parts)
+        source = mine - offset
+        want = each[source] if 0 <= source < parts else torch.zeros_like(each[mine])
+        torch.testing.assert_close(got, want)
+
+
+def check_inductor():
+    groups = groups_of("line")
+    mine = groups.coordinates["x"]
+    whole = values((3, 7), torch.float32)
+    got = run("line", coll.all_gather, cut(whole, 1, 4, mine), 1, 7, "x", 4, how="inductor")
+    torch.testing.assert_close(got, whole)
+    got = run("line", coll.reduce_scatter, whole, 1, chunk(7, 4, coordinate("x")), "x", 4, "sum", how="inductor")
+    torch.testing.assert_close(got, cut(4 * whole, 1, 4, mine))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name, axis", [("line", "x"), ("square", "x"), ("square", "y")])
+def test_pieces(gloo4, name, axis, dtype):
+    for n in (8, 7, 5, 3, 1):
+        gloo4(check_pieces, name, axis, dtype, n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name, axis", [("line", "x"), ("square", "x"), ("square", "y")])
+def test_all_reduce(gloo4, name, axis, dtype):
+    gloo4(check_all_reduce, name, axis, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_permute(gloo4, dtype):
+    gloo4(check_permute, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name, axis", [("line", "x"), ("square", "y")])
+def test_shift(gloo4, name, axis, dtype):
+    gloo4(check_shift, name, axis, dtype)
+
+
+def test_inductor(gloo4):
+    gloo4(check_inductor)
