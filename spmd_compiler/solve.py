@@ -272,7 +272,7 @@ def solve(problem: Problem) -> Solution:
     values = found.x
     picks, integral = _picks(model, values)
     if not integral:
-        values = _branch(model, cost, equal, rhs, less, scale)
+        values, bound = _branch(model, cost, equal, rhs, less, scale)
         picks, _ = _picks(model, values)
     trees = [_tree(problem, hub, table, picks) for hub, table in zip(problem.hubs, model.hub_tables, strict=True)]
     compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, picks, strict=True))
@@ -292,8 +292,8 @@ def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
     return picks, integral
 
 
-def _branch(model: Model, cost, equal, rhs, less, scale: float) -> np.ndarray:
-    """Branch and bound over the choices (moves follow them)."""
+def _branch(model: Model, cost, equal, rhs, less, scale: float) -> tuple[np.ndarray, float]:
+    """Branch and bound over the choices (moves follow them): a plan and a bound of every plan."""
     constraints = [LinearConstraint(equal, rhs, rhs)]
     if less is not None:
         constraints.append(LinearConstraint(less, -np.inf, 0.0))
@@ -305,7 +305,7 @@ def _branch(model: Model, cost, equal, rhs, less, scale: float) -> np.ndarray:
     )  # fmt: skip
     if found.x is None:
         raise RuntimeError(f"branch and bound found no plan: {found.message}")
-    return found.x
+    return found.x, found.mip_dual_bound * scale / 1e3
 
 
 # --- trees ----------------------------------------------------------------------------------------------------
