@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from functorch.compile import config as functorch_config
 from functorch.compile import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -25,10 +26,10 @@ def run(partitioned: Partitioned) -> tuple[GraphModule, GraphModule | None]:
     _name_placeholders(gm, partitioned)
     _tag(gm)
     _recompute_gathers(gm, partitioned)
-    forward, backward = min_cut_rematerialization_partition(
-        gm, None, num_fwd_outputs=partitioned.num_forward_outputs, static_lifetime_input_indices=[]
-    )
-    return forward, backward
+    with functorch_config.patch(cse=False):  # it would merge the gathers of the two phases
+        return min_cut_rematerialization_partition(
+            gm, None, num_fwd_outputs=partitioned.num_forward_outputs, static_lifetime_input_indices=[]
+        )
 
 
 def _name_placeholders(gm: GraphModule, partitioned: Partitioned) -> None:
@@ -64,5 +65,3 @@ def _recompute_gathers(gm: GraphModule, partitioned: Partitioned) -> None:
                 if member.op == "call_function" and "recompute" not in member.meta:
                     member.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                     chain += tree_nodes((member.args, member.kwargs))
-
-

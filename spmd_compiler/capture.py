@@ -425,7 +425,7 @@ class Binding:
         return values
 
     def unflatten_outputs(self, outputs: Sequence[Any]) -> Any:
-        """The user's result from the graph's forward outputs."""
+        """The user's result from the graph's outputs of kind ``output``."""
         leaves = [outputs[r.index] if isinstance(r, OutputIndex) else r for r in self.results]
         return pytree.tree_unflatten(leaves, self.out_tree)
 
@@ -547,7 +547,7 @@ def capture_function(
     front = _assemble(joint, named, labels, out_specs, mesh, fake_mode, name)
     if backward:
         _seed_with_ones(front)
-    order = iter(front.results)
+    order = (OutputIndex(i) for i in range(count))
     results = [next(order) if t else x for t, x in zip(function.is_tensor, function.leaves, strict=True)]
     kinds = ["state"] * len(state) + ["input"] * len(tensors)
     slots = [(kinds[a], named[a].name) if isinstance(a, int) else ("constant", a) for a in front.arguments]

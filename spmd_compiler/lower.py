@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -364,3 +364,15 @@ def compile_graph(gm: GraphModule, how: str, *, is_backward: bool = False, is_in
                         found.shape, tuple(map(int, stride)), dtype=found.dtype, device=found.device
                     )
     return compiled
+
+
+def compile_alone(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """What Inductor alone makes of Dynamo's graph."""
+    return compile_fx(gm, examples)
+
+
+def match_saved(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
+    """Give the backward's inputs the layout in which the compiled forward leaves them."""
+    returned = forward.graph.output_node().args[0][num_outputs:]
+    for value, node in zip(returned, backward.graph.find_nodes(op="placeholder"), strict=False):
+        node.meta["val"] = value.meta["val"]

@@ -1,0 +1,126 @@
+"""``torch.compile(model, backend="spmd")``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import GraphModule
+
+from . import dynamo, passes
+from .capture import Front, OutputIndex, capture_graph
+from .cost import Profile, profile_of
+from .ir import Partitioned
+from .lower import Compiled, Groups, bind, compile_alone, compile_graph, expand_collectives, match_saved
+from .passes import split
+from .placements import Mesh, SpmdError
+from .runtime import Halves, Runner, saved_values
+from .text import program_text
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What ``torch.compile(..., options={...})`` takes.
+
+    ``profile`` prices the plan (a name or a `Profile`; None: the device at hand), ``verify`` re-derives and
+    simulates it, ``lower`` is ``"inductor"`` or ``"eager"``, ``mesh`` is the mesh of a program without DTensors.
+    """
+
+    profile: str | Profile | None = None
+    verify: bool = False
+    lower: str = "inductor"
+    mesh: Any = None
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> BackendOptions:
+        """Checked options; an unknown name or value is a `SpmdError` with the nearest known one."""
+        known = list(BackendOptions.__dataclass_fields__)
+        for name in given or {}:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 3, 0.5) or known
+                raise SpmdError(f"unknown option {name!r} of backend 'spmd'; did you mean {' or '.join(near)}?")
+        options = BackendOptions(**dict(given or {}))
+        if options.lower not in ("inductor", "eager"):
+            raise SpmdError(f"option lower={options.lower!r}: use 'inductor' or 'eager'")
+        profile_of(options.profile)
+        return options
+
+
+@dynamo.register_backend
+def spmd(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile Dynamo's graph for its mesh: that of its DTensors, or ``options["mesh"]``.
+
+    A graph without either is compiled as Inductor alone would.
+    """
+    chosen = BackendOptions.of(options)
+    mesh = device_mesh(chosen.mesh) if chosen.mesh is not None else None
+    front = capture_graph(gm, mesh)
+    if front is None:
+        return _plain(gm, example_inputs, chosen)
+    program = passes.run(front.captured, passes.Options(chosen.profile, chosen.verify, chosen.lower))
+    return caller(front, runner(program, front, chosen.lower))
+
+
+def _plain(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:
+    if options.lower == "eager":
+        return gm.forward
+    return compile_alone(gm, list(example_inputs))
+
+
+def device_mesh(mesh: Any) -> DeviceMesh:
+    """``mesh`` itself, or a DeviceMesh over the default process group for an abstract one."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    abstract = Mesh.of(mesh)
+    if not dist.is_initialized():
+        raise SpmdError(f"{abstract} needs a process group to run: call torch.distributed.init_process_group first")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, abstract.shape, mesh_dim_names=abstract.axes)
+
+
+def runner(program: Partitioned, front: Front, how: str) -> Runner:
+    """Split, lower and wrap a partitioned program for this rank."""
+    halves = compile_halves(program, front.device_mesh, how, len(front.differentiable))
+    return Runner(
+        program, halves, front.device_mesh, is_global=front.is_global, differentiable=front.differentiable,
+        text=lambda: program_text(program),
+    )  # fmt: skip
+
+
+def compile_halves(program: Partitioned, mesh: DeviceMesh, how: str, tangents: int) -> Halves:
+    """Both halves of a program as code for this rank."""
+    groups = Groups(mesh)
+    forward, backward = split.run(program)
+    forward = expand_collectives(bind(forward, program.mesh, groups.coordinates), groups)
+    run_forward: Compiled = compile_graph(forward, how, is_inference=backward is None)
+    count = program.num_forward_outputs
+    saved = saved_values(forward, count)
+    if backward is None:
+        return Halves(run_forward, None, saved, [])
+    backward = expand_collectives(bind(backward, program.mesh, groups.coordinates), groups)
+    match_saved(forward, backward, count)
+    strides: list[tuple[int, ...] | None] = [None] * tangents
+    if how == "inductor" and tangents:
+        places = backward.graph.find_nodes(op="placeholder")[-tangents:]
+        strides = [tuple(n.meta["val"].stride()) for n in places]
+    run_backward = compile_graph(backward, how, is_backward=True)
+    return Halves(run_forward, run_backward, saved, strides)
+
+
+def caller(front: Front, run: Runner) -> Callable[..., Any]:
+    """The function that Dynamo calls: flat arguments in, flat results out."""
+    arguments, results = front.arguments, front.results
+    mutations = sum(o.kind == "mutation" for o in front.captured.outputs)
+
+    def call(*args: Any) -> list[Any]:
+        outs = run([args[a] if isinstance(a, int) else a for a in arguments])
+        return [outs[r.index - mutations] if isinstance(r, OutputIndex) else r for r in results]
+
+    return torch.compiler.disable(call)

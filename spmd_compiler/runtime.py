@@ -1,0 +1,322 @@
+"""Running a compiled program: DTensors in, local tensors through the compiled halves, DTensors out.
+
+One autograd function stands for the whole program; nothing else dispatches.  What an argument and a result look
+like (mesh, placements, global shape) is worked out once, at compile time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx import Node
+
+from .dtensors import dtensor_spec, on_mesh, placements_for, spec_of, wrap
+from .ir import Output, Partitioned
+from .lower import Compiled, Groups
+from .placements import Mesh, Spec, SpmdError
+from .symbolic import bind_tree
+
+
+@dataclass
+class Slot:
+    """Where one argument or result lives: its `Spec`, the mesh's placements, and torch's own spec of it."""
+
+    name: str
+    spec: Spec
+    mesh: DeviceMesh
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.placements = placements_for(self.spec, self.mesh)
+        self.dtensor = dtensor_spec(self.spec, self.mesh, self.shape, self.stride, self.dtype)
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        return wrap(local, self.dtensor)
+
+    def place(self, value: torch.Tensor) -> DTensor:
+        """``value``, a DTensor placed otherwise or a plain global tensor, as a DTensor placed so (differentiably)."""
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(value, self.mesh, [Replicate()] * len(self.placements), run_check=False)
+        elif value.device_mesh != self.mesh:
+            spec = on_mesh(spec_of(value), Mesh.of(self.mesh))
+            value = DTensor.from_local(
+                value.to_local(), self.mesh, placements_for(spec, self.mesh), run_check=False,
+                shape=value.shape, stride=value.stride(),
+            )  # fmt: skip
+        return value.redistribute(placements=self.placements)
+
+
+@dataclass
+class Halves:
+    """The compiled forward and backward, and what passes between them.
+
+    ``saved[i]`` says what value ``i`` of those that the backward takes is: ``("input", position)``,
+    ``("output", position)`` or ``("value", position)`` among the forward's results.  ``tangent_strides`` are those
+    that the backward was compiled for (None: any).
+    """
+
+    forward: Compiled
+    backward: Compiled | None
+    saved: list[tuple[str, int]]
+    tangent_strides: list[tuple[int, ...] | None]
+
+
+def saved_values(forward: Any, num_outputs: int) -> list[tuple[str, int]]:
+    """What the forward graph saves for the backward (see `Halves.saved`)."""
+    inputs = {n: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    returned: Sequence[Node] = forward.graph.output_node().args[0]
+    outputs = {n: i for i, n in reversed(list(enumerate(returned[:num_outputs]))) if isinstance(n, Node)}
+    found = []
+    for i, node in enumerate(returned[num_outputs:]):
+        if node in inputs:
+            found.append(("input", inputs[node]))
+        elif node in outputs:
+            found.append(("output", outputs[node]))
+        else:
+            found.append(("value", num_outputs + i))
+    return found
+
+
+class Runner:
+    """Calls a partitioned program on this rank.
+
+    ``results`` maps the program's outputs to the caller's flat results (see `capture.Front`), ``is_global`` says
+    which outputs of kind ``output`` come back as DTensors, ``differentiable`` which outputs have tangents.
+    """
+
+    def __init__(
+        self,
+        program: Partitioned,
+        halves: Halves,
+        mesh: DeviceMesh | None,
+        *,
+        is_global: Sequence[bool],
+        differentiable: Sequence[int],
+        text: Callable[[], str] = str,
+    ) -> None:
+        self.program, self.halves, self.mesh, self.text = program, halves, mesh, text
+        self.checked = mesh is None or not dist.is_initialized() or mesh.size() == 1
+        self.inputs = [i for i in program.inputs if i.kind != "tangent"]
+        self.seed = next((k for k, i in enumerate(self.inputs) if i.kind == "seed"), None)
+        self.generator: torch.Generator | None = None
+        self.count = program.num_forward_outputs
+        self.differentiable = list(differentiable)
+        places = program.graph.graph.find_nodes(op="placeholder")
+        self.slots = [self._slot(i.name, i.spec, n) for i, n in zip(self.inputs, places, strict=False)]
+        returned = program.graph.graph.output_node().args[0]
+        self.out_slots = [self._slot(o.name, o.spec, n) for o, n in zip(program.outputs, returned, strict=True)]
+        flags = iter(is_global)
+        self.wrapped = [next(flags) if o.kind == "output" else True for o in program.outputs[: self.count]]
+        self.mutations = [(k, o) for k, o in enumerate(program.outputs[: self.count]) if o.kind == "mutation"]
+        self.grads = [(k, o) for k, o in enumerate(program.outputs[self.count :])]
+        self.needs_grad = {o.of for _, o in self.grads}
+        tangents = [(i, n) for i, n in zip(program.inputs, places, strict=True) if i.kind == "tangent"]
+        self.tangent_slots = [self._slot(i.name, i.spec, n) for i, n in tangents]
+
+    def _slot(self, name: str, spec: Spec | None, node: Any) -> Slot | None:
+        if self.mesh is None or spec is None or not isinstance(node, Node):
+            return None
+        value = node.meta["val"]
+        shape = node.meta.get("global", tuple(value.shape))
+        return Slot(name, spec, self.mesh, torch.Size(shape), _global_stride(value, shape), value.dtype)
+
+    # --- a call ---------------------------------------------------------------------------------------------
+
+    def __call__(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Run on arguments in placeholder order (without the seed); the forward outputs of kind ``output``."""
+        if self.seed is not None:
+            tensors = [*tensors[: self.seed], self._draw(), *tensors[self.seed :]]
+        if not self.checked:
+            self._check_agreement()
+        placed = [self._placed(t, s) for t, s in zip(tensors, self.slots, strict=True)]
+        if self.halves.backward is not None and torch.is_grad_enabled():
+            outs = list(_Run.apply(self, *placed))
+        else:
+            outs, _ = self.forward(placed)
+        for k, out in self.mutations:
+            assert out.of is not None
+            self._write_back(tensors[out.of], placed[out.of], outs[k], k in self.differentiable)
+        return [x for x, o in zip(outs, self.program.outputs, strict=False) if o.kind == "output"]
+
+    def _placed(self, tensor: torch.Tensor, slot: Slot | None) -> torch.Tensor:
+        if slot is None:
+            return tensor
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            if spec.placements == slot.placements and (spec.mesh is slot.mesh or spec.mesh == slot.mesh):
+                return tensor
+            if spec.mesh != slot.mesh and on_mesh(spec_of(tensor), Mesh.of(slot.mesh)) == slot.spec:
+                return tensor
+        elif slot.spec.is_replicated():
+            return tensor
+        return slot.place(tensor)
+
+    def _write_back(self, target: torch.Tensor, placed: torch.Tensor, value: Any, with_grad: bool) -> None:
+        if with_grad and torch.is_grad_enabled():
+            target.copy_(value)
+        elif placed is target:
+            with torch.no_grad():
+                local_of(target).copy_(local_of(value))
+            if isinstance(target, DTensor):
+                increment_version(target)
+        else:
+            with torch.no_grad():
+                target.copy_(value)
+
+    def forward(self, placed: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """The wrapped forward outputs, and everything that the forward graph returned."""
+        found = self.halves.forward([local_of(t) for t in placed])
+        outs = []
+        for value, slot, wrapped, output in zip(
+            found, self.out_slots, self.wrapped, self.program.outputs[: self.count], strict=False
+        ):
+            if output.kind == "mutation":
+                assert output.of is not None
+                wrapped = isinstance(placed[output.of], DTensor)
+            outs.append(slot.wrap(value) if wrapped and slot is not None else value)
+        return outs, list(found)
+
+    # --- agreement between ranks ----------------------------------------------------------------------------
+
+    def _draw(self) -> torch.Tensor:
+        return torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+
+    def _check_agreement(self) -> None:
+        """Before the first step: every rank runs the same program, and draws from the same random state."""
+        assert self.mesh is not None
+        group = _whole_group(self.mesh)
+        text = self.text()
+        state = _digest(bytes(torch.get_rng_state().tolist())) if self.seed is not None else ""
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (_digest(text.encode()), state), group=group)
+        if len({d for d, _ in everyone}) > 1:
+            texts: list[Any] = [None] * len(everyone)
+            dist.all_gather_object(texts, text, group=group)
+            raise SpmdError(_first_difference(texts))
+        if len({s for _, s in everyone}) > 1:
+            seeds: list[Any] = [None] * len(everyone)
+            dist.all_gather_object(seeds, torch.initial_seed(), group=group)
+            self.generator = torch.Generator().manual_seed(seeds[0])
+        self.checked = True
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _whole_group(mesh: DeviceMesh) -> Any:
+    groups = Groups(mesh)
+    return dist.distributed_c10d._resolve_process_group(groups.name(groups.axes))
+
+
+def _first_difference(texts: Sequence[str]) -> str:
+    for rank, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        for number, (a, b) in enumerate(itertools.zip_longest(texts[0].splitlines(), text.splitlines()), 1):
+            if a != b:
+                return (
+                    f"ranks compiled different programs; line {number} is\n  on rank 0: {a}\n  on rank {rank}: {b}\n"
+                    "make every rank run the same code with the same shapes and placements"
+                )
+    return "ranks compiled different programs"
+
+
+def _global_stride(value: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the global value whose dims lie in memory in the order of those of its piece ``value``."""
+    if tuple(shape) == tuple(value.shape):
+        return tuple(value.stride())
+    strides, run = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (value.stride(d), -d)):
+        strides[d] = run
+        run *= max(int(shape[d]), 1)
+    return tuple(strides)
+
+
+def local_of(tensor: Any) -> Any:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _Run(torch.autograd.Function):
+    """The program as one differentiable operation on DTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, *placed: torch.Tensor) -> tuple[Any, ...]:
+        outs, found = runner.forward(placed)
+        ctx.runner = runner
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(o for k, o in enumerate(outs) if isinstance(o, torch.Tensor) and k not in runner.differentiable)
+        )
+        sources = {"input": placed, "output": outs, "value": found}
+        ctx.save_for_backward(*(sources[kind][k] for kind, k in runner.halves.saved))
+        ctx.likes = [(t._spec if isinstance(t, DTensor) else None) for t in placed]
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        runner: Runner = ctx.runner
+        values = [local_of(t) for t in ctx.saved_tensors]
+        for k, slot, stride in zip(
+            runner.differentiable, runner.tangent_slots, runner.halves.tangent_strides, strict=True
+        ):
+            values.append(_local_tangent(tangents[k], slot, stride))
+        assert runner.halves.backward is not None
+        found = list(runner.halves.backward(values))
+        del values
+        grads: list[Any] = [None] * (1 + len(ctx.likes))
+        while found:
+            local = found.pop()
+            k, output = runner.grads[len(found)]
+            if local is None:
+                continue
+            assert output.of is not None
+            grads[1 + output.of] = _wrapped_gradient(local, ctx.likes[output.of], runner, k, output)
+            del local
+        return tuple(grads)
+
+
+def _wrapped_gradient(local: torch.Tensor, like: Any, runner: Runner, k: int, output: Output) -> torch.Tensor:
+    if like is None:
+        return local
+    slot, given = runner.out_slots[runner.count + k], runner.slots[output.of or 0]
+    if slot is None or (given is not None and slot.spec == given.spec):
+        return wrap(local, like)
+    return slot.wrap(local)
+
+
+def _local_tangent(tangent: Any, slot: Slot | None, stride: tuple[int, ...] | None) -> torch.Tensor:
+    """The local piece of a tangent, redistributed and laid out as the backward expects it."""
+    if slot is not None:
+        if tangent is None:
+            tangent = slot.wrap(_zeros(slot))
+        elif isinstance(tangent, DTensor):
+            if tangent._spec.placements != slot.placements or tangent._spec.mesh != slot.mesh:
+                with torch.no_grad():
+                    tangent = slot.place(tangent)
+        elif not slot.spec.is_replicated():
+            with torch.no_grad():
+                tangent = slot.place(tangent)
+    local = local_of(tangent)
+    if stride is not None and local.stride() != stride and local.numel() > 0:
+        laid_out = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device)
+        local = laid_out.copy_(local)
+    return local
+
+
+def _zeros(slot: Slot) -> torch.Tensor:
+    place = slot.mesh.get_coordinate() or [0] * len(slot.spec.axes)
+    mesh = Mesh.of(slot.mesh)
+    shape = bind_tree(slot.spec.local_shape(slot.shape, mesh), dict(zip(mesh.axes, place, strict=True)))
+    return torch.zeros(shape, dtype=slot.dtype, device=slot.mesh.device_type)
