@@ -98,6 +98,12 @@ RULES: dict[Any, RuleFunction] = {}
 DEFAULTS: list[RuleFunction] = []  # asked in turn for an op that `RULES` does not name
 
 
+def define_default(function: RuleFunction) -> RuleFunction:
+    """Register a function to be asked for every op that has no rule of its own."""
+    DEFAULTS.append(function)
+    return function
+
+
 def define(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
     """Register a function ``node -> Rule`` (None: this use of the op has no rule) for overloads or packets."""
 
@@ -166,6 +172,58 @@ def replicated(node: Node) -> Rule:
         results=tuple(() if r is None else ((),) * r.dim() for r in results(node)),
         sizes={},
     )
+
+
+ANY_OP = ("sum", "max", "min", "product")  # what pure data movement lets through
+
+
+def dims(prefix: str, shape: Sequence[Any] | int, without: Collection[int] = ()) -> Dims:
+    """One factor for each dim, ``prefix`` and its number; ``()`` for the dims in ``without``."""
+    n = shape if isinstance(shape, int) else len(shape)
+    return tuple(() if i in without else (f"{prefix}{i}",) for i in range(n))
+
+
+def fit(
+    node: Node,
+    ops: Sequence[Dims],
+    res: Sequence[Dims],
+    linear: Sequence[Sequence[int]] = (),
+    linear_ops: tuple[str, ...] = ("sum",),
+    **fields: Any,
+) -> Rule | None:
+    """A rule from dims that hold one factor or none, sizes read off the node's tensors.
+
+    A dim of size 1 beside a larger one of the same factor is tied to nothing; sizes that disagree otherwise make
+    the factor whole wherever it stands.  Linear groups with a bool operand are dropped.
+    """
+    values = [o.meta["val"] for o in operands(node)]
+    made = results(node)
+    if len(ops) != len(values) or len(res) != len(made):
+        return None
+    terms = list(zip(ops, [tuple(v.shape) for v in values], strict=True))
+    terms += [(d, () if r is None else tuple(r.shape)) for d, r in zip(res, made, strict=True)]
+    sizes: dict[str, int] = {}
+    odd: set[str] = set()
+    for term, shape in terms:
+        if len(term) != len(shape):
+            return None
+        for dim, n in zip(term, shape, strict=True):
+            for f in dim:
+                old = sizes.setdefault(f, n)
+                if old != n:
+                    sizes[f] = max(old, n)
+                    if min(old, n) != 1:
+                        odd.add(f)
+
+    def tied(term: Dims, shape: tuple[int, ...]) -> Dims:
+        return tuple(d if d and sizes[d[0]] == n and d[0] not in odd else () for d, n in zip(term, shape, strict=True))
+
+    fitted = [tied(t, s) for t, s in terms]
+    groups = tuple(Linear(tuple(g), linear_ops) for g in linear if not any(values[i].dtype == torch.bool for i in g))
+    return Rule(
+        operands=tuple(fitted[: len(ops)]), results=tuple(fitted[len(ops) :]),
+        sizes={f: n for f, n in sizes.items() if f not in odd}, linear=groups, **fields,
+    )  # fmt: skip
 
 
 # --- templates ---------------------------------------------------------------------------------------------
@@ -251,7 +309,7 @@ def parse_rule(text: str) -> Template:
             begin += len(term) + 1
         return tuple(terms)
 
-    return Template(text, side(left, 0), side(right, len(left) + 2))
+    return Template(text, side(left, 0), side(right, len(left) + 2) or ((),))
 
 
 # --- choices -----------------------------------------------------------------------------------------------
@@ -324,6 +382,8 @@ def choices(
             continue
         ops = tuple(tuple(_placement(d, pick, i, r) for pick in combo) for i, d in enumerate(r.operands))
         res = tuple(tuple(_placement(d, pick, None, r) for pick in combo) for d in r.results)
+        if any(len({p.reduce_op for p in t if isinstance(p, Partial)}) > 1 for t in (*ops, *res)):
+            continue  # which reduction comes first would matter
         for orders in itertools.product(*(itertools.permutations(a) for a in sharers.values())):
             nesting = tuple(o for o in orders if len(o) > 1)
             order_of = dict(zip(sharers, orders, strict=True))

@@ -1,0 +1,5 @@
+"""The rules, by family.  Importing this package registers all of them."""
+
+from . import attention, create, index, matmul, pointwise, random, reduce, sort, view, window
+
+__all__ = ["attention", "create", "index", "matmul", "pointwise", "random", "reduce", "sort", "view", "window"]

@@ -1,0 +1,150 @@
+"""Pointwise operators: every dim is a factor, broadcast dims are tied to nothing.
+
+Any functional op that torch tags as pointwise is covered; the tables say which are linear and name those that
+lack the tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import Node
+
+from ..ir import is_tensor, operands, results
+from ..rules import Rule, define, define_default, dims, fit
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def pointwise(node: Node, linear: Sequence[Sequence[int]] = ()) -> Rule | None:
+    """The rule of a pointwise node; None if its results are not the broadcast of its operands."""
+    made = results(node)
+    if not made or any(r is None or r.shape != made[0].shape for r in made):
+        return None
+    given = [o.meta["val"].shape for o in operands(node)]
+    try:
+        if not given or torch.broadcast_shapes(*given) != made[0].shape:
+            return None
+    except RuntimeError:
+        return None
+    whole = dims("d", made[0].shape)
+    return fit(node, [whole[len(whole) - len(s) :] for s in given], [whole] * len(made), linear)
+
+
+def _each(node: Node) -> list[list[int]]:
+    """Linear in each operand by itself (products)."""
+    return [[i] for i in range(len(operands(node)))]
+
+
+def _first(node: Node) -> list[list[int]]:
+    return [[0]]
+
+
+def _sum(node: Node) -> list[list[int]]:
+    """Linear in both terms together; a scalar term would be added once for each device."""
+    terms = [a for a in node.args[:2] if isinstance(a, Node) and is_tensor(a.meta.get("val"))]
+    return [[0, 1]] if len(terms) == 2 else [[0]] if node.args[1] == 0 else []
+
+
+def _cast(node: Node) -> list[list[int]]:
+    """Casts are linear where they keep fractions and signs."""
+    old, new = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    fraction = [d.is_floating_point or d.is_complex for d in (old, new)]
+    narrowed = old.is_complex and not new.is_complex
+    return [] if torch.bool in (old, new) or fraction[0] > fraction[1] or narrowed else [[0]]
+
+
+def _where(node: Node) -> list[list[int]]:
+    return [[1, 2]] if len(operands(node)) == 3 else []
+
+
+def _filled(node: Node) -> list[list[int]]:
+    """Filled with zero."""
+    return [[0]] if node.args[-1] == 0 else []
+
+
+LINEAR: dict[object, Callable[[Node], Sequence[Sequence[int]]]] = {
+    aten.add.Tensor: _sum,
+    aten.add.Scalar: _sum,
+    aten.sub.Tensor: _sum,
+    aten.sub.Scalar: _sum,
+    aten.rsub.Tensor: _sum,
+    aten.rsub.Scalar: _sum,
+    aten.mul.Tensor: _each,
+    aten.mul.Scalar: _first,
+    aten.div.Tensor: _first,
+    aten.div.Scalar: _first,
+    aten.true_divide.Tensor: _first,
+    aten.neg.default: _first,
+    aten.positive.default: _first,
+    aten._conj_physical.default: _first,
+    aten.conj_physical.default: _first,
+    aten.deg2rad.default: _first,
+    aten.rad2deg.default: _first,
+    aten.lerp.Scalar: lambda n: [[0, 1]],
+    aten.addcmul.default: lambda n: [[0, 1], [0, 2]],
+    aten.addcdiv.default: lambda n: [[0, 1]],
+    aten.where.self: _where,
+    aten.masked_fill.Scalar: _filled,
+    aten._to_copy.default: _cast,
+    prims.convert_element_type.default: _cast,
+    # gradients are linear in the incoming one
+    aten.sigmoid_backward.default: _first,
+    aten.tanh_backward.default: _first,
+    aten.gelu_backward.default: _first,
+    aten.silu_backward.default: _first,
+    aten.threshold_backward.default: _first,
+    aten.native_dropout_backward.default: _first,
+    aten.leaky_relu_backward.default: _first,
+    aten.hardtanh_backward.default: _first,
+    aten.hardswish_backward.default: _first,
+    aten.hardsigmoid_backward.default: _first,
+    aten.elu_backward.default: _first,
+    aten.softplus_backward.default: _first,
+    aten.logit_backward.default: _first,
+    prims.add.default: _sum,
+    prims.sub.default: _sum,
+    prims.mul.default: _each,
+    prims.div.default: _first,
+    prims.neg.default: _first,
+    prims.where.default: _where,
+    prims.real.default: _first,
+    prims.imag.default: _first,
+}
+
+# operators that Inductor registers, by name: they may not exist yet
+LATE = {"prims::fma": lambda n: [[0, 2], [1, 2]] if len(operands(n)) == 3 else []}
+
+# not tagged as pointwise by torch, though they are
+UNTAGGED = """
+    acos acosh asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and
+    bitwise_or bitwise_xor cbrt ceil conj cos cosh eq erf erf_inv erfc erfcx exp expm1 floor fmod frexp gcd ge gt
+    isfinite le lgamma log log10 log1p lt ndtri ne pow remainder round shift_left shift_right_arithmetic sin sinh
+    spherical_bessel_j0 sqrt tan tanh zeta
+"""
+
+
+@define(
+    *LINEAR,
+    *(getattr(prims, name) for name in UNTAGGED.split() if hasattr(prims, name)),
+    aten._to_copy, aten.masked_fill, aten.where, aten.leaky_relu_backward, aten.hardtanh_backward, aten.hardswish,
+    aten.hardswish_backward, aten.hardsigmoid_backward, aten.elu_backward, aten.softplus_backward,
+    aten.log_sigmoid_backward, aten.logit_backward, aten.polar, aten.complex, aten.isin.Tensor_Scalar,
+    aten.isnan,
+)  # fmt: skip
+def _(node: Node) -> Rule | None:
+    linear = LINEAR.get(node.target)
+    return pointwise(node, linear(node) if linear else ())
+
+
+@define_default
+def tagged(node: Node) -> Rule | None:
+    """Any functional op that carries ``torch.Tag.pointwise``, a user's included."""
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    if name in LATE:
+        return pointwise(node, LATE[name](node))
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or node.target._schema.is_mutable:
+        return None
+    return pointwise(node)

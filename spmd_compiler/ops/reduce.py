@@ -1,0 +1,344 @@
+"""Reductions, scans, softmax and normalisations.
+
+Kept dims are the factors ``d<i>``, reduced ones ``r<i>`` (``i`` is the operand's dim).  A sum of pieces is
+``Partial``; what is not (a variance, a softmax) has a local form that reduces inside and is whole afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir import Emit, operands, results
+from ..rules import Rule, define, dims, fit
+from .forms import constant, highest, lowest, padded, place, stacked
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument of a node by the name it has in the op's schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    schema = node.target._schema.arguments
+    for i, arg in enumerate(schema):
+        if arg.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return arg.default_value if arg.has_default_value() else default
+    return default
+
+
+def reduced_dims(node: Node) -> list[int]:
+    """The operand's dims that a reduction removes, from its ``dim`` argument."""
+    ndim = node.args[0].meta["val"].dim()
+    dim = argument(node, "dim", argument(node, "dims"))
+    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
+        return list(range(ndim))
+    return sorted({d % ndim for d in ([dim] if isinstance(dim, int) else dim)}) if ndim else []
+
+
+def reduction(node: Node, kept: Sequence[int] = (), **fields: Any) -> Rule | None:
+    """Factors of a reduction of operand 0; every result loses the reduced dims (``keepdim`` leaves a size 1).
+
+    ``kept`` lists results that keep all dims.
+    """
+    x = node.args[0].meta["val"]
+    gone = reduced_dims(node)
+    whole = tuple((f"r{i}" if i in gone else f"d{i}",) for i in range(x.dim()))
+    res = []
+    for i, r in enumerate(results(node)):
+        if r is not None and (i in kept or (r.dim() == x.dim() and x.dim() > 0)):
+            res.append(whole if i in kept else tuple(() if j in gone else d for j, d in enumerate(whole)))
+        else:
+            res.append(tuple(d for j, d in enumerate(whole) if j not in gone))
+    return fit(node, [whole], res, **fields)
+
+
+def shared(e: Emit) -> list[str]:
+    """The reduced factors that a mesh axis shards."""
+    return [f for f in e.sizes if f[0] == "r" and e.axes(f)]
+
+
+def whole_sum(e: Emit, x: Node, op: str = "sum") -> Node:
+    """Reduce a local result over every axis that shards a reduced factor."""
+    for f in shared(e):
+        x = e.all_reduce(x, f, op)
+    return x
+
+
+def same_op(e: Emit, *args: Any, **kwargs: Any) -> Node:
+    return e.call(e.node.target, *args, **kwargs)
+
+
+def all_of(gone: Sequence[int], op: str) -> dict[str, str]:
+    return {f"r{i}": op for i in gone}
+
+
+# --- sums, extremes, products -------------------------------------------------------------------------------
+
+
+@define(aten.sum, aten.nansum, aten.count_nonzero, aten.mean, prims.sum)
+def _(node: Node) -> Rule | None:
+    x, made = node.args[0].meta["val"], results(node)[0]
+    sums = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, prims.sum.default)
+    linear = node.target in sums
+    if x.dtype.is_floating_point and not made.dtype.is_floating_point and not made.dtype.is_complex:
+        linear = False
+    form = _mean if node.target.overloadpacket is aten.mean else None
+    return reduction(node, linear=[[0]] if linear else [], form=form)
+
+
+def _mean(e: Emit, x: Node, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Node:
+    if not shared(e):
+        return same_op(e, x, *([] if e.node.target is aten.mean.default else [dim, keepdim]), dtype=dtype)
+    count = math.prod(e.sizes[f] for f in e.sizes if f[0] == "r")
+    total = e.call(aten.sum.dim_IntList, x, dim, keepdim, dtype=dtype or e.node.meta["val"].dtype)
+    return e.call(aten.div.Tensor, total, count)
+
+
+EXTREMES: dict[Any, tuple[str, Callable[[torch.dtype], Any]]] = {
+    aten.amax.default: ("max", lowest),
+    aten.amin.default: ("min", highest),
+    aten.max.default: ("max", lowest),
+    aten.min.default: ("min", highest),
+    aten.prod: ("product", lambda dtype: 1),
+    aten.any: ("max", lambda dtype: 0),
+    aten.all: ("min", lambda dtype: 1),
+}
+
+
+@define(*EXTREMES)
+def _(node: Node) -> Rule | None:
+    """Partial in their own operation; a piece that may be empty is padded with its neutral element."""
+    op, neutral = EXTREMES.get(node.target) or EXTREMES[node.target.overloadpacket]
+    gone = reduced_dims(node)
+    dtype = node.args[0].meta["val"].dtype
+    through = [[0]] if node.target in (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default) else []
+    if dtype.is_complex and op != "product":
+        return None
+
+    def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
+        for f in shared(e):
+            x = padded(e, x, int(f[1:]), f, neutral(dtype))
+        return same_op(e, x, *args, **kwargs)
+
+    return reduction(node, reduce=all_of(gone, op), form=form, linear=through, linear_ops=(op,))
+
+
+@define(aten.aminmax.default)
+def _(node: Node) -> Rule | None:
+    return reduction(node, whole=frozenset(f"r{i}" for i in reduced_dims(node)))
+
+
+# --- positions of extremes ----------------------------------------------------------------------------------
+
+
+@define(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+def _(node: Node) -> Rule | None:
+    """Each device finds its own first extreme; values and global positions are gathered and compared."""
+    gone = reduced_dims(node)
+    x = node.args[0].meta["val"]
+    if argument(node, "dim") is None or not gone or x.dtype.is_complex:
+        return reduction(node, whole=frozenset(f"r{i}" for i in gone))
+    return reduction(node, reduce=all_of(gone, "none"), form=_position)
+
+
+def _position(e: Emit, x: Node, dim: int, keepdim: bool = False) -> Any:
+    target = e.node.target
+    if not shared(e):
+        return same_op(e, x, dim, keepdim)
+    (f,) = shared(e)
+    dim, big = int(f[1:]), target in (aten.argmax.default, aten.max.dim)
+    dtype = x.meta["val"].dtype
+    x = padded(e, x, dim, f, lowest(dtype) if big else highest(dtype))
+    extreme, find = (aten.max.dim, aten.argmax.default) if big else (aten.min.dim, aten.argmin.default)
+    pair = e.call(extreme, x, dim, True)
+    values, _ = stacked(e, e.call(operator.getitem, pair, 0), f, dim)
+    where = e.call(aten.add.Tensor, e.call(operator.getitem, pair, 1), e.offset(f))
+    where, _ = stacked(e, where, f, dim)
+    best = e.call(find, values, dim, True)
+    found = [e.call(aten.gather.default, v, dim, best) for v in (values, where)]
+    if not keepdim:
+        found = [e.call(aten.squeeze.dim, v, dim) for v in found]
+    return tuple(found) if target in (aten.max.dim, aten.min.dim) else found[1]
+
+
+# --- moments and norms --------------------------------------------------------------------------------------
+
+
+@define(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+def _(node: Node) -> Rule | None:
+    if node.args[0].meta["val"].dtype.is_complex:
+        return None
+    return reduction(node, reduce=all_of(reduced_dims(node), "none"), form=_moments)
+
+
+def _moments(e: Emit, x: Node, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    target = e.node.target
+    if not shared(e):
+        return same_op(e, x, dim, correction=correction, keepdim=keepdim)
+    count = math.prod(e.sizes[f] for f in e.sizes if f[0] == "r")
+    gone = reduced_dims(e.node)
+    mean = e.call(aten.div.Tensor, whole_sum(e, e.call(aten.sum.dim_IntList, x, gone, True)), count)
+    off = e.call(aten.sub.Tensor, x, mean)
+    square = whole_sum(e, e.call(aten.sum.dim_IntList, e.call(aten.mul.Tensor, off, off), gone, keepdim))
+    free = count - (1 if correction is None else correction)
+    spread = e.call(aten.div.Tensor, square, max(free, 0.0))
+    if target in (aten.std.correction, aten.std_mean.correction):
+        spread = e.call(aten.sqrt.default, spread)
+    if target in (aten.var.correction, aten.std.correction):
+        return spread
+    if not keepdim:
+        mean = e.call(aten.squeeze.dims, mean, gone)
+    return spread, mean
+
+
+@define(aten.logsumexp.default)
+def _(node: Node) -> Rule | None:
+    if not node.args[0].meta["val"].dtype.is_floating_point:
+        return reduction(node, whole=frozenset(f"r{i}" for i in reduced_dims(node)))
+    return reduction(node, reduce=all_of(reduced_dims(node), "none"), form=_logsumexp)
+
+
+def _shifted(e: Emit, x: Node, gone: Sequence[int]) -> tuple[Node, Node]:
+    """``x`` less its greatest element over ``gone`` (0 where that is infinite), and what was taken off."""
+    top = x
+    for f in shared(e):
+        top = padded(e, top, int(f[1:]), f, -math.inf)
+    top = whole_sum(e, e.call(aten.amax.default, top, gone, True), "max")
+    infinite = e.call(aten.eq.Scalar, e.call(aten.abs.default, top), math.inf)
+    top = e.call(aten.where.self, infinite, constant(e, 0.0, top), top)
+    return e.call(aten.sub.Tensor, x, top), top
+
+
+def _logsumexp(e: Emit, x: Node, dim: Any, keepdim: bool = False) -> Node:
+    if not shared(e):
+        return same_op(e, x, dim, keepdim)
+    gone = reduced_dims(e.node)
+    less, top = _shifted(e, x, gone)
+    total = whole_sum(e, e.call(aten.sum.dim_IntList, e.call(aten.exp.default, less), gone, keepdim))
+    if not keepdim:
+        top = e.call(aten.squeeze.dims, top, gone)
+    return e.call(aten.add.Tensor, e.call(aten.log.default, total), top)
+
+
+@define(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.norm.ScalarOpt_dim_dtype)
+def _(node: Node) -> Rule | None:
+    """Order p: the p-th root of a sum.  Infinite orders are extremes."""
+    gone = reduced_dims(node)
+    p = argument(node, "ord", argument(node, "p", 2))
+    p = 2.0 if p is None else float(p)
+    x = node.args[0].meta["val"]
+    if x.dtype.is_complex or not x.dtype.is_floating_point or p < 0 or argument(node, "dtype") is not None:
+        return reduction(node, whole=frozenset(f"r{i}" for i in gone))
+    if math.isinf(p):
+
+        def extreme(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
+            for f in shared(e):
+                x = padded(e, x, int(f[1:]), f, 0.0)
+            return same_op(e, x, *args, **kwargs)
+
+        return reduction(node, reduce=all_of(gone, "max"), form=extreme)
+    if p in (0.0, 1.0):
+        return reduction(node)
+
+    def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
+        if not shared(e):
+            return same_op(e, x, *args, **kwargs)
+        if p == 2:
+            powers = e.call(aten.mul.Tensor, x, x)
+        else:
+            powers = e.call(aten.pow.Tensor_Scalar, e.call(aten.abs.default, x), p)
+        total = whole_sum(e, e.call(aten.sum.dim_IntList, powers, gone, bool(argument(node, "keepdim", False))))
+        return e.call(aten.sqrt.default, total) if p == 2 else e.call(aten.pow.Tensor_Scalar, total, 1 / p)
+
+    return reduction(node, reduce=all_of(gone, "none"), form=form)
+
+
+# --- scans --------------------------------------------------------------------------------------------------
+
+
+def along(node: Node, letter: str = "s", **fields: Any) -> Rule | None:
+    """Operands and results of one shape; the dim of argument ``dim`` is the factor ``letter``."""
+    x = node.args[0].meta["val"]
+    dim = argument(node, "dim")
+    if x.dim() == 0 or dim is None:
+        return fit(node, [((),) * o.meta["val"].dim() for o in operands(node)], [()] * len(results(node)))
+    named = tuple((letter,) if i == dim % x.dim() else d for i, d in enumerate(dims("d", x.dim())))
+    return fit(node, [named] * len(operands(node)), [named] * len(results(node)), **fields)
+
+
+@define(aten.cumsum.default)
+def _(node: Node) -> Rule | None:
+    """A local scan plus the sum of all totals before it."""
+    return along(node, linear=[[0]], form=_cumsum)
+
+
+def _cumsum(e: Emit, x: Node, dim: int, *, dtype: torch.dtype | None = None) -> Node:
+    scan = same_op(e, x, dim, dtype=dtype)
+    if not e.axes("s"):
+        return scan
+    dim %= x.meta["val"].dim()
+    total = e.call(aten.sum.dim_IntList, x, [dim], True, dtype=dtype or e.node.meta["val"].dtype)
+    totals, _ = stacked(e, total, "s", dim)
+    before = e.call(aten.slice.Tensor, totals, dim, 0, place(e, "s"))
+    return e.call(aten.add.Tensor, scan, e.call(aten.sum.dim_IntList, before, [dim], True))
+
+
+@define(aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten._cummax_helper, aten._cummin_helper)
+def _(node: Node) -> Rule | None:
+    return along(node, whole=frozenset("s"))
+
+
+# --- softmax ------------------------------------------------------------------------------------------------
+
+
+@define(aten._softmax.default, aten._log_softmax.default)
+def _(node: Node) -> Rule | None:
+    return along(node, "r0", form=_softmax)
+
+
+def _softmax(e: Emit, x: Node, dim: int, half_to_float: bool = False) -> Node:
+    if not shared(e):
+        return same_op(e, x, dim, half_to_float)
+    dim, out = dim % x.meta["val"].dim(), e.node.meta["val"].dtype
+    wide = torch.float32 if out in (torch.float16, torch.bfloat16) or half_to_float else None
+    if wide:
+        x = e.call(prims.convert_element_type.default, x, wide)
+    top = padded(e, x, dim, "r0", -math.inf)
+    top = whole_sum(e, e.call(aten.amax.default, top, [dim], True), "max")
+    less = e.call(aten.sub.Tensor, x, top)
+    powers = e.call(aten.exp.default, less)
+    total = whole_sum(e, e.call(aten.sum.dim_IntList, powers, [dim], True))
+    if e.node.target is aten._softmax.default:
+        made = e.call(aten.div.Tensor, powers, total)
+    else:
+        made = e.call(aten.sub.Tensor, less, e.call(aten.log.default, total))
+    return e.call(prims.convert_element_type.default, made, out) if made.meta["val"].dtype != out else made
+
+
+@define(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def _(node: Node) -> Rule | None:
+    return along(node, "r0", form=_softmax_backward, linear=[[0]])
+
+
+def _softmax_backward(e: Emit, grad: Node, out: Node, dim: int, dtype: torch.dtype) -> Node:
+    if not shared(e):
+        return same_op(e, grad, out, dim, dtype)
+    dim %= grad.meta["val"].dim()
+    plain = e.node.target is aten._softmax_backward_data.default
+    weighted = e.call(aten.mul.Tensor, grad, out) if plain else grad
+    total = whole_sum(e, e.call(aten.sum.dim_IntList, weighted, [dim], True))
+    if plain:
+        made = e.call(aten.sub.Tensor, weighted, e.call(aten.mul.Tensor, out, total))
+    else:
+        made = e.call(aten.sub.Tensor, grad, e.call(aten.mul.Tensor, e.call(aten.exp.default, out), total))
+    if made.meta["val"].dtype != dtype:
+        made = e.call(prims.convert_element_type.default, made, dtype)
+    return made

@@ -1,0 +1,380 @@
+"""The cases of test_ops.py: an op, its sample arguments, and the factors that must be shardable."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import float32, float64, int64
+
+from spmd_compiler.placements import Mesh
+
+aten, prims = torch.ops.aten, torch.ops.prims
+ONE, CUBE = Mesh({"a": 4}), Mesh({"a": 2, "b": 2, "c": 2})
+
+
+@dataclass(frozen=True)
+class Case:
+    op: Any
+    make: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    shards: tuple[str, ...] = ()
+    exact: bool = False
+    rtol: float = 1e-9
+    skip: tuple[int, ...] = ()
+    meshes: tuple[Mesh, ...] = ()
+    uninitialised: bool = False
+    name: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES: list[Case] = []
+NO_RULE: list[Case] = []
+
+
+class Sampler:
+    """Sample tensors, the same in every run."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def f(self, *shape, dtype=float64):
+        return torch.randn(shape, generator=self.generator, dtype=dtype)
+
+    def p(self, *shape, dtype=float64):
+        """Positive, below 1."""
+        return torch.rand(shape, generator=self.generator, dtype=dtype) * 0.9 + 0.05
+
+    def i(self, *shape, low=0, high=8):
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def b(self, *shape):
+        return torch.rand(shape, generator=self.generator) < 0.5
+
+
+def case(op, args, kwargs=None, shards="", to=CASES, **options):
+    """``args`` and ``kwargs`` are functions of a `Sampler`; ``shards`` names factors that must be shardable."""
+
+    def make():
+        s = Sampler()
+        return tuple(args(s)), dict(kwargs(s)) if kwargs else {}
+
+    shapes = "_".join(
+        "x".join(map(str, a.shape)) if isinstance(a, torch.Tensor) else str(a).replace(" ", "")[:16]
+        for a in make()[0]
+        if not isinstance(a, list) or not a or not isinstance(a[0], torch.Tensor)
+    )
+    to.append(Case(op, make, tuple(shards.split()), name=f"{op}-{shapes}"[:80], **options))
+
+
+# --- pointwise ----------------------------------------------------------------------------------------------
+
+case(aten.add.Tensor, lambda s: [s.f(8, 6), s.f(8, 6)], shards="d0 d1")
+case(aten.add.Tensor, lambda s: [s.f(8, 6), s.f(6)], lambda s: {"alpha": 3}, shards="d0 d1")
+case(aten.add.Tensor, lambda s: [s.f(8, 4), 2.0])
+case(aten.add.Tensor, lambda s: [s.f(8, 4), s.f()])
+case(aten.add.Tensor, lambda s: [s.f(4, 1, 3), s.f(5, 1)], meshes=(ONE, CUBE))
+case(aten.sub.Tensor, lambda s: [s.f(7), s.f(7)])
+case(aten.rsub.Scalar, lambda s: [s.f(8), 1.0])
+case(aten.mul.Tensor, lambda s: [s.f(8, 4), s.f(8, 1)], meshes=(ONE, CUBE))
+case(aten.mul.Tensor, lambda s: [s.f(8, 4), 2.5])
+case(aten.mul.Tensor, lambda s: [*[s.f(8, 4)] * 2])
+case(aten.mul.Scalar, lambda s: [s.f(5), 3])
+case(aten.div.Tensor, lambda s: [s.f(8, 4), s.p(4)])
+case(aten.div.Tensor, lambda s: [s.i(8), 2])
+case(aten.div.Tensor_mode, lambda s: [s.f(8, 4), s.p(4)], lambda s: {"rounding_mode": "floor"})
+case(aten.neg.default, lambda s: [s.f(2, 8)])
+case(aten.lerp.Scalar, lambda s: [s.f(8), s.f(8), 0.25])
+case(aten.addcmul.default, lambda s: [s.f(8, 2), s.f(8, 2), s.f(2)], lambda s: {"value": 2.0})
+case(aten.addcdiv.default, lambda s: [s.f(8), s.f(8), s.p(8)])
+case(aten.where.self, lambda s: [s.b(8, 1), s.f(8, 4), s.f(4)])
+case(aten.where.self, lambda s: [s.b(8, 4), s.f(8, 4), s.f()])
+case(aten.where.ScalarOther, lambda s: [s.b(8), s.f(8), 1.0])
+case(aten.masked_fill.Scalar, lambda s: [s.f(8, 3), s.b(8, 1), 0.0])
+case(aten.masked_fill.Scalar, lambda s: [s.f(8, 3), s.b(8, 3), -math.inf])
+case(aten._to_copy.default, lambda s: [s.i(8, 3)], lambda s: {"dtype": float64})
+case(aten._to_copy.default, lambda s: [s.f(8, 3)], lambda s: {"dtype": int64})
+case(prims.convert_element_type.default, lambda s: [s.i(8, 3).float(), float64])
+case(prims.convert_element_type.default, lambda s: [s.f(8) > 0, float64])
+case(prims.fma.default if hasattr(prims, "fma") else aten.addcmul.default, lambda s: [s.f(8), s.f(8), s.f(8)])
+case(aten.clamp.default, lambda s: [s.f(8, 4), -0.5, 0.5])
+case(aten.clamp.Tensor, lambda s: [s.f(8, 4), s.f(4) - 1, None])
+case(aten.pow.Tensor_Scalar, lambda s: [s.f(8), 2])
+case(aten.pow.Scalar, lambda s: [2.0, s.f(8)])
+case(aten.gelu_backward.default, lambda s: [s.f(8, 2), s.f(8, 2)], lambda s: {"approximate": "tanh"})
+case(aten.threshold_backward.default, lambda s: [s.f(8), s.f(8), 0])
+case(aten.native_dropout_backward.default, lambda s: [s.f(8), s.b(8), 2.0])
+case(aten.frexp.Tensor, lambda s: [s.f(8)])
+case(aten.complex.default, lambda s: [s.f(8), s.f(8)])
+case(aten.add.Tensor, lambda s: [s.f(), s.f()], shards="")
+CASES.pop()  # 0-d: nothing to shard but partials
+for name in [
+    "exp",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "silu",
+    "gelu",
+    "erf",
+    "rsqrt",
+    "reciprocal",
+    "abs",
+    "sqrt",
+    "log",
+    "sin",
+    "sign",
+    "isnan",
+    "logical_not",
+]:
+    case(getattr(aten, name).default, lambda s: [s.p(8, 3)], meshes=(ONE,), shards="d0")
+for name in ["atan2", "fmod", "maximum", "bitwise_and", "logical_and", "copysign", "hypot"]:
+    op = getattr(aten, name)
+    integer = name.startswith("bitwise")
+    case(
+        op.Tensor if "Tensor" in op.overloads() else op.default,
+        (lambda s: [s.i(8, 3), s.i(3)]) if integer else (lambda s: [s.f(8, 3), s.p(3)]),
+        meshes=(ONE,), shards="d0",
+    )  # fmt: skip
+for name in ["ge", "lt", "eq", "ne"]:
+    case(getattr(aten, name).Scalar, lambda s: [s.i(8, 3), 4], meshes=(ONE,))
+    case(getattr(aten, name).Tensor, lambda s: [s.i(8, 3), s.i(8, 1)], meshes=(ONE,))
+for name in ["exp", "sin", "sqrt", "floor"]:
+    case(getattr(prims, name).default, lambda s: [s.p(8, 3)], meshes=(ONE,), shards="d0")
+
+# --- matmul -------------------------------------------------------------------------------------------------
+
+case(aten.mm.default, lambda s: [s.f(8, 4), s.f(4, 6)], shards="m k n", meshes=(ONE, CUBE))
+case(aten.mm.default, lambda s: [s.f(3, 5), s.f(5, 2)])
+case(aten.bmm.default, lambda s: [s.f(4, 3, 8), s.f(4, 8, 2)], shards="b k")
+case(aten.addmm.default, lambda s: [s.f(6), s.f(8, 4), s.f(4, 6)], shards="m k n")
+case(aten.addmm.default, lambda s: [s.f(8, 6), s.f(8, 5), s.f(5, 6)], lambda s: {"beta": 2, "alpha": 3})
+case(aten.addmm.default, lambda s: [s.f(1, 6), s.f(8, 4), s.f(4, 6)])
+case(aten.baddbmm.default, lambda s: [s.f(4, 2, 3), s.f(4, 2, 8), s.f(4, 8, 3)], shards="b k")
+case(aten.addbmm.default, lambda s: [s.f(2, 4), s.f(3, 2, 8), s.f(3, 8, 4)], shards="k n")
+case(aten.addmv.default, lambda s: [s.f(8), s.f(8, 4), s.f(4)], shards="m k")
+case(aten.mv.default, lambda s: [s.f(8, 4), s.f(4)], shards="m k")
+case(aten.dot.default, lambda s: [s.f(8), s.f(8)], shards="k")
+case(aten.linear.default, lambda s: [s.f(4, 2, 8), s.f(6, 8), s.f(6)], shards="m0 k n")
+case(aten.linear.default, lambda s: [s.f(4, 8), s.f(6, 8)], shards="m0 k n")
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+case(aten.sum.default, lambda s: [s.f(8, 3)], shards="r0 r1")
+case(aten.sum.dim_IntList, lambda s: [s.f(8, 4, 3), [1]], shards="d0 r1 d2")
+case(aten.sum.dim_IntList, lambda s: [s.f(8, 4), [-1], True], shards="d0 r1")
+case(aten.sum.dim_IntList, lambda s: [s.f(5, 4), [0, 1]])
+case(aten.sum.dim_IntList, lambda s: [s.b(8, 4), [0]], shards="r0 d1")
+case(prims.sum.default, lambda s: [s.f(8, 4), [0]], shards="r0 d1")
+case(aten.mean.default, lambda s: [s.f(5, 3)], shards="r0 r1")
+case(aten.mean.dim, lambda s: [s.f(8, 5), [1], True], shards="d0 r1")
+case(aten.mean.dim, lambda s: [s.f(8, 5, dtype=float32), [0]], lambda s: {"dtype": float64}, shards="r0", rtol=1e-6)
+for op in (aten.amax, aten.amin):
+    case(op.default, lambda s: [s.f(8, 5), [1]], shards="d0 r1")
+    case(op.default, lambda s: [s.i(3, 5), [0, 1], True])
+for op in (aten.max, aten.min):
+    case(op.default, lambda s: [s.f(3, 5)], shards="r0 r1")
+    case(op.dim, lambda s: [s.i(8, 6, high=3), 1], shards="d0 r1")
+    case(op.dim, lambda s: [s.f(5, 2), 0, True], shards="r0")
+case(aten.prod.dim_int, lambda s: [s.p(8, 3), 0], shards="r0")
+case(aten.prod.default, lambda s: [s.p(3, 3)], shards="r0")
+for op in (aten.any, aten.all):
+    case(op.dim, lambda s: [s.b(3, 8), 0], shards="r0")
+    case(op.default, lambda s: [s.b(3, 8)], shards="r0")
+    case(op.dims, lambda s: [s.i(3, 8, high=2), [1], True], shards="r1")
+case(aten.count_nonzero.dim_IntList, lambda s: [s.i(8, 3, high=2), [0]], shards="r0")
+for op in (aten.argmax, aten.argmin):
+    case(op.default, lambda s: [s.i(8, 6, high=3), 1], shards="d0 r1")
+    case(op.default, lambda s: [s.f(3, 6), 0, True], shards="r0")
+    case(op.default, lambda s: [s.f(3, 6)])
+    CASES.pop()
+for op in (aten.var, aten.std, aten.var_mean, aten.std_mean):
+    case(op.correction, lambda s: [s.f(8, 5), [1]], lambda s: {"correction": 1, "keepdim": True}, shards="d0 r1")
+    case(op.correction, lambda s: [s.f(8, 5, 2), [0, 2]], lambda s: {"correction": 0}, shards="r0 r2")
+    case(op.correction, lambda s: [s.f(3, 5)], shards="r0 r1")
+case(aten.logsumexp.default, lambda s: [s.f(8, 5), [1]], shards="d0 r1")
+case(aten.logsumexp.default, lambda s: [torch.full((3, 5), -math.inf, dtype=float64), [0], True], shards="r0 d1")
+for p in (2, 1, 3, math.inf, 0):
+    case(aten.linalg_vector_norm.default, lambda s, p=p: [s.f(8, 3), p, [0]], shards="r0 d1")
+case(aten.linalg_vector_norm.default, lambda s: [s.f(8, 3)], shards="r0 r1")
+case(aten.cumsum.default, lambda s: [s.f(5, 8), 1], shards="d0 s")
+case(aten.cumsum.default, lambda s: [s.i(9, 2), 0], shards="s")
+for name in ["cumprod", "logcumsumexp", "cummax"]:
+    case(getattr(aten, name).default, lambda s: [s.p(8, 3), 1], shards="d0")
+for op in (aten._softmax, aten._log_softmax):
+    case(op.default, lambda s: [s.f(8, 5), -1, False], shards="d0 r0")
+    case(op.default, lambda s: [s.f(5, 4), 0, False], shards="r0")
+    back = getattr(aten, f"{op.__name__}_backward_data").default
+    case(back, lambda s: [s.f(8, 5), s.p(8, 5), -1, float64], shards="d0 r0")
+
+# --- views --------------------------------------------------------------------------------------------------
+
+for shape, new, factors in (
+    ((8, 6), (48,), "f0"),
+    ((48,), (8, 6), "f0"),
+    ((2, 8, 3), (16, 3), "f0 f2"),
+    ((8, 12), (8, 3, 4), "f0 f1"),
+    ((6, 4), (4, 6), "f0"),
+    ((4, 6), (8, 3), "f0"),
+    ((5, 1, 3), (5, 3), "f0 f1"),
+    ((3, 5), (1, 3, -1, 1), "f0 f1"),
+    ((7,), (7, 1), "f0"),
+    ((2, 3, 8), (2, 3, 2, 4), "f0 f1 f2"),
+    ((2, 3, 4, 8), (2, 12, 8), "f0 f1"),
+):
+    case(aten.view.default, lambda s, a=shape, b=new: [s.f(*a), list(b)], shards=factors, exact=True)
+case(aten.view.default, lambda s: [s.f(4, 8, 3), [32, 3]], exact=True, meshes=(CUBE,))
+case(aten._unsafe_view.default, lambda s: [s.f(8, 6), [8, 2, 3]], exact=True)
+case(aten.reshape.default, lambda s: [s.f(1), []], exact=True)
+case(aten.as_strided.default, lambda s: [s.f(8, 6), [48], [1]], exact=True)
+case(aten.expand.default, lambda s: [s.f(5, 1), [4, 5, 8]], shards="d0 d1 d2", exact=True)
+case(aten.expand.default, lambda s: [s.f(3), [-1]], exact=True)
+case(aten.expand.default, lambda s: [s.f(), [5, 4]], shards="d0 d1", exact=True)
+case(aten.permute.default, lambda s: [s.f(2, 4, 3), [2, 0, -2]], shards="d0 d1 d2", exact=True)
+case(aten.t.default, lambda s: [s.f(8, 3)], exact=True)
+case(aten.transpose.int, lambda s: [s.f(8, 3, 2), -1, 0], exact=True)
+case(aten.movedim.int, lambda s: [s.f(8, 3, 2), 0, 2], exact=True)
+case(aten.squeeze.dim, lambda s: [s.f(4, 1, 5), 1], exact=True, shards="d0 d2")
+case(aten.squeeze.dim, lambda s: [s.f(4, 2), 0], exact=True, shards="d0")
+case(aten.squeeze.dims, lambda s: [s.f(4, 1, 1), [1, -1]], exact=True)
+case(aten.squeeze.default, lambda s: [s.f(4, 1, 2)], exact=True, shards="d0 d2")
+case(aten.unsqueeze.default, lambda s: [s.f(4, 3), -1], exact=True, shards="d0 d1")
+case(aten.unsqueeze.default, lambda s: [s.f(), 0], exact=True)
+for name in ["alias", "clone", "detach"]:
+    case(getattr(aten, name).default, lambda s: [s.f(5, 4)], exact=True, shards="d0 d1")
+case(aten.clone.default, lambda s: [s.f(4)], lambda s: {"memory_format": torch.contiguous_format}, exact=True)
+case(aten.copy.default, lambda s: [s.f(8, 3), s.f(3)], exact=True)
+case(aten.view_as_real.default, lambda s: [torch.complex(s.f(8), s.f(8))])
+case(aten.slice.Tensor, lambda s: [s.f(8, 5), 0, 2, 7], exact=True, shards="d1")
+case(aten.slice.Tensor, lambda s: [s.f(8, 5), 1, -5, 2**63 - 1], exact=True, shards="d0 d1")
+case(aten.slice.Tensor, lambda s: [s.f(8, 5)], exact=True, shards="d0")
+case(aten.slice.Tensor, lambda s: [s.f(8, 5), 1, 0, 5, 2], exact=True, shards="d0")
+case(aten.select.int, lambda s: [s.f(3, 8, 2), 0, -1], exact=True, shards="d1 d2")
+case(aten.unbind.int, lambda s: [s.f(3, 8), 0], exact=True, shards="d1")
+case(aten.split.Tensor, lambda s: [s.f(8, 5), 2, 1], exact=True, shards="d0")
+case(aten.split_with_sizes.default, lambda s: [s.f(8, 5), [1, 4], -1], exact=True, shards="d0")
+case(aten.unfold.default, lambda s: [s.f(8, 5), 1, 3, 2], exact=True, shards="d0")
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 2), 1, 1, 3], exact=True, shards="d0")
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 5), 1, 0, 9], exact=True, shards="d0 d1")
+case(aten.select_scatter.default, lambda s: [s.f(8, 5), s.f(8), 1, 3], exact=True, shards="d0")
+case(aten.diagonal.default, lambda s: [s.f(8, 5, 5), 1, -1, 1], exact=True, shards="d0")
+case(aten.diag_embed.default, lambda s: [s.f(8, 5)], exact=True, shards="d0")
+case(aten.flip.default, lambda s: [s.f(8, 5), [1]], exact=True, shards="d0")
+case(aten.roll.default, lambda s: [s.f(8, 5), [2], [1]], exact=True, shards="d0")
+case(aten.repeat.default, lambda s: [s.f(8, 5), [2, 1, 3]], exact=True, shards="d0")
+case(aten.constant_pad_nd.default, lambda s: [s.f(8, 5), [1, 2]], exact=True, shards="d0")
+case(aten.constant_pad_nd.default, lambda s: [s.f(8, 5), [1, -2], 3.0], exact=True, shards="d0")
+case(aten.cat.default, lambda s: [[s.f(8, 5), s.f(8, 2), s.f(8, 1)], -1], exact=True, shards="d0")
+case(aten.cat.default, lambda s: [[s.f(3, 4)] * 2], exact=True, shards="d1")
+case(aten.stack.default, lambda s: [[s.f(8, 5), s.f(8, 5)], 1], exact=True, shards="d0 d1")
+
+# --- index --------------------------------------------------------------------------------------------------
+
+case(aten.embedding.default, lambda s: [s.f(8, 4), s.i(2, 6)], shards="v d b0 b1")
+case(aten.embedding.default, lambda s: [s.f(5, 3), s.i(4, high=5), 2], shards="v d b0")
+case(aten.embedding_dense_backward.default, lambda s: [s.f(4, 2, 3), s.i(4, 2, high=5), 5, -1, False], shards="v d b0")
+case(aten.embedding_dense_backward.default, lambda s: [s.f(4, 8), s.i(4), 8, 3, False], shards="v d b0")
+case(aten.embedding_dense_backward.default, lambda s: [s.f(4, 8), s.i(4, high=3), 8, 1, True], shards="d")
+case(aten.gather.default, lambda s: [s.f(8, 6), 1, s.i(8, 1, high=6)], shards="d0 v")
+case(aten.gather.default, lambda s: [s.f(5, 8), 0, s.i(3, 8, high=5)], shards="d1 v k")
+case(aten.gather.default, lambda s: [s.f(8, 6), 0, s.i(8, 1)], shards="v k")
+case(aten.gather.default, lambda s: [s.b(8, 6), 1, s.i(8, 2, high=6)], shards="d0 k")
+case(aten.index_select.default, lambda s: [s.f(8, 5, 2), 1, s.i(6, high=5)], shards="d0 v k")
+case(aten.scatter.value, lambda s: [s.f(8, 6), 1, s.i(8, 1, high=6), -1.0], shards="d0 v")
+case(aten.scatter.value, lambda s: [s.f(8, 6), 1, s.i(8, 3, high=6), 0.0], shards="d0 v")
+case(aten.scatter.src, lambda s: [s.f(8, 6), 1, s.i(8, 1, high=6), s.f(8, 1)], shards="d0 v")
+case(aten.scatter.src, lambda s: [s.f(5, 3), 0, torch.tensor([[4, 0, 1], [2, 1, 3]]), s.f(2, 3)], shards="v d1")
+case(aten.scatter_add.default, lambda s: [s.f(5, 6), 0, s.i(8, 6, high=5), s.f(8, 6)], shards="v k d1")
+case(aten.scatter_add.default, lambda s: [s.f(6, 8), 0, s.i(4, 5, high=6), s.f(4, 5)], shards="v k")
+for reduce in ("sum", "amax", "amin", "mean"):
+    case(
+        aten.scatter_reduce.two,
+        lambda s, r=reduce: [s.f(5, 6), 0, s.i(8, 6, high=5), s.f(8, 6), r],
+        shards="v d1" if reduce == "mean" else "v k d1",
+    )
+case(
+    aten.scatter_reduce.two, lambda s: [s.f(5, 2), 0, s.i(8, 2, high=5), s.f(8, 2), "sum"],
+    lambda s: {"include_self": False}, shards="v",
+)  # fmt: skip
+case(aten.index_add.default, lambda s: [s.f(8, 5), 1, s.i(6, high=5), s.f(8, 6)], shards="d0 v k")
+case(aten.index_copy.default, lambda s: [s.f(8, 5), 1, torch.tensor([3, 0]), s.f(8, 2)], shards="d0 v")
+case(aten.index_fill.int_Scalar, lambda s: [s.f(8, 5), 1, torch.tensor([3, 0]), 2.0], shards="d0 v")
+case(aten.index.Tensor, lambda s: [s.f(8, 5), [s.i(2, 4, low=-8)]], shards="v0 d1 b1")
+case(aten.index.Tensor, lambda s: [s.f(3, 8, 5), [None, s.i(4, 1), s.i(3, high=5)]], shards="v1 v2 d0 b0 b1")
+case(aten.index.Tensor, lambda s: [s.f(5, 3, 4), [s.i(6, high=5), None, s.i(6, high=4)]], shards="v0 v2 d1 b0")
+case(aten.index.Tensor, lambda s: [s.b(8, 5), [None, s.i(4, high=5)]], shards="d0 b0")
+case(aten._unsafe_index.Tensor, lambda s: [s.f(5, 8), [s.i(8, high=5)]], shards="v0 d1 b0")
+case(
+    aten._unsafe_masked_index.default,
+    lambda s: [s.f(5, 4), s.b(8, 1), [s.i(8, 1, high=5), s.i(4, high=4)], 0.0],
+    shards="v0 v1 b0 b1",
+)
+case(aten._unsafe_masked_index.default, lambda s: [s.f(5, 4), s.b(8, 4), [s.i(8, high=5), None], 1.0], shards="b0 d1")
+case(aten.index_put.default, lambda s: [s.f(5, 8), [s.i(6, high=5)], s.f(6, 8), True], shards="v0 d1 b0")
+case(aten.index_put.default, lambda s: [s.f(5, 8), [torch.tensor([3, -5])], s.f(2, 8)], shards="v0 d1")
+case(aten.index_put.default, lambda s: [s.f(5, 8), [torch.tensor([3, 0])], s.f()], shards="v0 d1")
+case(
+    aten.index_put.default,
+    lambda s: [s.f(5, 3, 4), [s.i(4, 1, high=5), None, s.i(2, high=4)], s.f(4, 2, 3), True],
+    shards="v0 v2 d1 b0 b1",
+)
+case(
+    aten.index_put.default,
+    lambda s: [s.f(5, 4), [torch.tensor([1, 4, 0]), torch.tensor([2, 2, 3])], s.f(3)],
+    shards="v0 v1",
+)
+case(aten.index_put.default, lambda s: [s.f(8, 4), [s.b(8)], s.f()], shards="d0 d1")
+case(
+    aten._unsafe_masked_index_put_accumulate.default,
+    lambda s: [s.f(6, 4), s.b(2, 4, 1), [s.i(2, 4, high=6)], s.f(2, 4, 4)],
+    shards="v0 d1 b0 b1",
+)
+case(
+    aten._unsafe_masked_index_put_accumulate.default,
+    lambda s: [s.f(3, 6, 5), s.b(8), [None, s.i(8, high=6), s.i(8, high=5)], s.f(3, 8)],
+    shards="d0 v1 v2 b0",
+)
+
+# --- factories ----------------------------------------------------------------------------------------------
+
+case(aten.full.default, lambda s: [[8, 3], 2.0], shards="d0 d1", exact=True)
+case(aten.full.default, lambda s: [[5], 0], shards="d0", exact=True)
+case(aten.full_like.default, lambda s: [s.f(8, 3), 2.0], shards="d0 d1", exact=True)
+case(aten.zeros_like.default, lambda s: [s.f(5, 4)], shards="d0 d1", exact=True)
+case(aten.new_zeros.default, lambda s: [s.f(5, 4), [8, 2]], shards="d0", exact=True)
+case(aten.new_full.default, lambda s: [s.f(5, 4), [8, 2], 3], shards="d0", exact=True)
+case(aten.ones.default, lambda s: [[8]], lambda s: {"dtype": int64}, shards="d0", exact=True)
+case(aten.empty.memory_format, lambda s: [[8, 3]], shards="d0", uninitialised=True)
+case(aten.scalar_tensor.default, lambda s: [0.0], exact=True)
+case(
+    prims.iota.default, lambda s: [9],
+    lambda s: {"start": 2, "step": 3, "dtype": int64, "device": torch.device("cpu"), "requires_grad": False}, shards="d0",
+)  # fmt: skip
+case(aten.arange.default, lambda s: [10], shards="d0")
+case(aten.arange.start, lambda s: [3, 11], shards="d0")
+case(aten.arange.start_step, lambda s: [1.0, 3.0, 0.25], lambda s: {"dtype": float64}, shards="d0")
+case(aten.arange.start_step, lambda s: [11, 3, -1], lambda s: {"dtype": float32}, shards="d0")
+case(aten.eye.default, lambda s: [8], shards="d0 d1")
+case(aten.eye.m, lambda s: [5, 6], shards="d0 d1")
+case(aten.tril.default, lambda s: [s.f(2, 8, 5), 1], shards="d0 m n", exact=True)
+case(aten.triu.default, lambda s: [s.f(5, 8)], shards="m n", exact=True)
+
+# --- orders -------------------------------------------------------------------------------------------------
+
+case(aten.sort.default, lambda s: [s.f(8, 5), 1], shards="d0")
+case(aten.sort.stable, lambda s: [s.i(8, 5)], lambda s: {"stable": True, "dim": 0}, shards="d1")
+case(aten.argsort.default, lambda s: [s.f(8, 5)], shards="d0")
+case(aten.topk.default, lambda s: [s.f(8, 5), 2], shards="d0")
+case(aten.kthvalue.default, lambda s: [s.f(8, 5), 2, 1, True], shards="d0")
+case(aten.median.dim, lambda s: [s.f(8, 5), 1], shards="d0")
+case(aten.searchsorted.Tensor, lambda s: [torch.arange(5.0), s.f(8, 3, dtype=float32)], shards="d0 d1")
+case(aten.bucketize.Tensor, lambda s: [s.f(8, 3, dtype=float32), torch.arange(5.0)], shards="d0 d1")
+case(aten.histc.default, lambda s: [s.f(8, 3), 4, -1, 1], shards="r0 r1")
+
+# --- no rule ------------------------------------------------------------------------------------------------
+
+case(aten.argmax.default, lambda s: [s.f(8, 6)], to=NO_RULE)
+case(aten.masked_scatter.default, lambda s: [s.f(8, 6), s.b(8, 6), s.f(48)], to=NO_RULE)
+case(aten.histc.default, lambda s: [s.f(8, 3), 4], to=NO_RULE)
+case(aten.as_strided.default, lambda s: [s.f(8, 6), [4, 2], [6, 2]], to=NO_RULE)
