@@ -1,0 +1,157 @@
+"""How long the compiler's own passes take, on one core, for the Llama of ``examples/llama.py``.
+
+    python -m benchmarks.compile_time [--layers 2] [--profile cpu] [--mesh 8] [--mesh 2x4] ... [--dtensor]
+
+Each mesh has a process of its own, so that nothing is cached.  With ``--dtensor``: the time in which torch.compile
+(aot_eager) traces the same model on DTensors, which includes DTensor's propagation, less that of the plain model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+MESHES = ("8", "2x4", "2x2x2")
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """``2x4`` -> dp=2, tp=4; the first axis cuts the batch (where there are two or more), the last the weights."""
+    numbers = [int(n) for n in mesh.split("x")]
+    names = {1: ("tp",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}[len(numbers)]
+    return dict(zip(names, numbers, strict=True))
+
+
+def placements_on(axes: dict[str, int]) -> dict[str, Any]:
+    from llama import MEGATRON
+    from spmd_compiler.placements import Shard
+
+    chosen: dict[str, Any] = {name: {"tp": Shard(dim)} for name, dim in MEGATRON.items()}
+    if "dp" in axes:
+        chosen |= {"ids": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}}
+    return chosen
+
+
+def timed(call: Callable[..., T], *args: Any) -> tuple[float, T]:
+    began = time.process_time()
+    result = call(*args)
+    return time.process_time() - began, result
+
+
+def model_and_batch(layers: int, **options: Any) -> tuple[torch.nn.Module, torch.Tensor]:
+    from llama import Config, Llama
+
+    with torch.device("meta"):
+        model = Llama(Config(layers=layers, dim=256, heads=8, kv_heads=8, ffn=704, **options))
+    return model, torch.zeros(16, 128, dtype=torch.int64, device="meta")
+
+
+def ours(mesh: str, layers: int, profile: str) -> str:
+    torch.set_num_threads(1)
+    from spmd_compiler import passes
+    from spmd_compiler.capture import capture_function
+    from spmd_compiler.cost import profile_of
+    from spmd_compiler.placements import Mesh
+    from spmd_compiler.program import Placements
+
+    model, ids = model_and_batch(layers)
+    abstract, prices = Mesh(sizes_of(mesh)), profile_of(profile)
+    specs = Placements(abstract, placements_on(abstract.sizes))
+    trace, (captured, _) = timed(
+        lambda: capture_function(model, (ids, ids), mesh=abstract, specs=specs, backward=True)
+    )  # fmt: skip
+    annotate, annotated = timed(passes.annotate.run, captured)
+    propagate, plan = timed(passes.propagate.run, annotated, abstract, prices)
+    partition, local = timed(passes.partition.run, annotated, plan, abstract, prices)
+    simplify, local = timed(passes.simplify.run, local)
+    gap = max(0.0, (local.price - local.bound) / local.price)
+    total = annotate + propagate + partition + simplify
+    return (
+        f"{mesh:>8} {len(annotated.graph.graph.nodes):6d} {trace:7.2f} {annotate:9.2f} {propagate:10.2f} "
+        f"{partition:10.2f} {simplify:9.2f} {total:7.2f} {plan.solution.columns:9d} {gap:8.1e}"
+        + (f"  replicated: {', '.join(local.replicated_ops)}" if local.replicated_ops else "")
+    )
+
+
+def dtensor(mesh: str, layers: int) -> str:
+    torch.set_num_threads(1)
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    axes = sizes_of(mesh)
+    world = 1
+    for size in axes.values():
+        world *= size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    device_mesh = dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    plain, _ = timed_step(layers, None, axes)
+    with sdpa_kernel(SDPBackend.MATH):  # DTensor has no rule for the CPU's attention kernel
+        seconds, error = timed_step(layers, device_mesh, axes)
+    shown = f"{seconds:7.2f} s" if error is None else f"failed after {seconds:.1f} s: {error}"
+    return f"{mesh:>8}  plain {plain:6.2f} s  DTensor {shown}"
+
+
+def timed_step(layers: int, mesh: Any, axes: dict[str, int]) -> tuple[float, str | None]:
+    """Seconds of the first forward and backward under aot_eager; with an error's first line if there is one."""
+    import fnmatch
+
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    torch.compiler.reset()
+    model, ids = model_and_batch(layers, rotary=False)
+    model, ids = model.to_empty(device="cpu"), torch.zeros(ids.shape, dtype=torch.int64)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    if mesh is not None:
+        # DTensor's norm refuses the masked partial sum that its row-sharded embedding gives
+        chosen = {k: v for k, v in placements_on(axes).items() if k not in ("embed.weight", "head.weight")}
+
+        def placed(name: str, value: torch.Tensor) -> torch.Tensor:
+            found = next((p for pattern, p in chosen.items() if fnmatch.fnmatchcase(name, pattern)), {})
+            return distribute_tensor(value, mesh, [found.get(a, Replicate()) for a in axes], src_data_rank=None)
+
+        for name, parameter in list(model.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, torch.nn.Parameter(placed(name, parameter.detach())))
+        ids = placed("ids", ids)
+    compiled = torch.compile(model, backend="aot_eager")
+    began = time.process_time()
+    try:
+        compiled(ids, ids).backward()
+    except Exception as error:
+        return time.process_time() - began, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"
+    return time.process_time() - began, None
+
+
+def alone(call: Callable[..., str], *args: Any) -> str:
+    """The result of ``call`` in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(call, *args).result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--profile", default="cpu")
+    parser.add_argument("--mesh", action="append", help=f"sizes such as 2x4, one or more; default {MESHES}")
+    parser.add_argument("--dtensor", action="store_true", help="also DTensor's own tracing")
+    o = parser.parse_args()
+    print(f"Llama, {o.layers} layers, forward and backward, profile {o.profile}; CPU seconds, one thread")
+    print("    mesh  nodes   trace  annotate  propagate  partition  simplify  passes   columns      gap")
+    for mesh in o.mesh or MESHES:
+        print(alone(ours, mesh, o.layers, o.profile), flush=True)
+    if o.dtensor:
+        print("\ntorch.compile (aot_eager), first forward and backward, fake process group, no rotary positions")
+        for mesh in o.mesh or MESHES:
+            print(alone(dtensor, mesh, o.layers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
