@@ -4,8 +4,8 @@
 ``constrain``         ``(x, spec)``: ``x``, placed as ``spec``; its gradient is the identity, placed freely
 ``to_local``          ``(x, spec, sizes, grad_spec)``: each rank's own piece of ``x`` under ``spec``; a *local region*
                       begins, in which operators run as written on every rank
-``from_local``        ``(x, spec, sizes, shape, grad_spec)``: the value of ``shape`` whose piece under ``spec`` each rank
-                      holds in ``x``; the local region ends
+``from_local``        ``(x, spec, sizes, shape, grad_spec)``: the value of ``shape`` whose piece under ``spec`` each
+                      rank holds in ``x``; the local region ends
 ====================  =========================================================================================
 
 ``spec`` and ``grad_spec`` are texts of a `Spec`, which may leave axes out (`spec_on` fills them in); ``sizes`` are the
@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .dtensors import on_mesh
+from .dtensors import on_mesh, placements_for
 from .placements import Mesh, Spec
 from .symbolic import bind_tree
 
@@ -39,13 +39,16 @@ ANNOTATIONS = (constrain_op, to_local_op, from_local_op)
 
 
 def spec_on(text: str, mesh: Mesh) -> Spec:
-    """The spec that ``text`` means on ``mesh``: ``_i`` is the i-th axis, axes that it doesn't name are Replicate."""
+    """The spec that ``text`` means on ``mesh``: ``_i`` is the i-th axis, axes that it doesn't name are Replicate.
+
+    Axes that share a dim with no order given nest as `Spec.of` nests those of a mapping.
+    """
     spec = Spec.parse(text)
-    if all(a == f"_{i}" for i, a in enumerate(spec.axes)):
-        return Spec.of(
-            mesh, spec.placements, 1 + max((p.dim for p in spec.placements if isinstance(p, Shard)), default=0)
-        )
-    return on_mesh(spec, mesh)
+    given = dict(zip(spec.axes, spec.placements, strict=True))
+    rank = 1 + max((p.dim for p in spec.placements if isinstance(p, Shard)), default=0)
+    if spec.axes == tuple(f"_{i}" for i in range(len(spec.axes))):
+        return Spec.of(mesh, spec.placements, rank)
+    return on_mesh(spec, mesh) if "@" in text else Spec.of(mesh, given, rank)
 
 
 def gradient_spec(spec: Spec) -> Spec:
@@ -112,7 +115,7 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
         return torch.ops.spmd.constrain(x, _text(placements, x.dim()))
     if isinstance(x, DTensor):
         spec = Spec.of(Mesh.of(x.device_mesh), placements, x.dim())
-        return x.redistribute(placements=spec.placements)
+        return x.redistribute(placements=placements_for(spec, x.device_mesh))
     return x
 
 

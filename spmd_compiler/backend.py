@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from . import dynamo, passes
 from .capture import Front, OutputIndex, capture_graph
 from .cost import Profile, profile_of
+from .dtensors import device_mesh
 from .ir import Partitioned
 from .lower import Compiled, Groups, bind, compile_alone, compile_graph, expand_collectives, match_saved
 from .passes import split
-from .placements import Mesh, SpmdError
+from .placements import SpmdError
 from .runtime import Halves, Runner, saved_values
 from .text import program_text
 
@@ -72,17 +72,6 @@ def _plain(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptio
     if options.lower == "eager":
         return gm.forward
     return compile_alone(gm, list(example_inputs))
-
-
-def device_mesh(mesh: Any) -> DeviceMesh:
-    """``mesh`` itself, or a DeviceMesh over the default process group for an abstract one."""
-    if isinstance(mesh, DeviceMesh):
-        return mesh
-    abstract = Mesh.of(mesh)
-    if not dist.is_initialized():
-        raise SpmdError(f"{abstract} needs a process group to run: call torch.distributed.init_process_group first")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device, abstract.shape, mesh_dim_names=abstract.axes)
 
 
 def runner(program: Partitioned, front: Front, how: str) -> Runner:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -59,3 +60,16 @@ def on_mesh(spec: Spec, mesh: Mesh) -> Spec:
         )
     known: Mapping[str, Placement] = dict(zip(spec.axes, spec.placements, strict=True))
     return Spec(mesh.axes, tuple(known.get(a, Replicate()) for a in mesh.axes), spec.nesting)
+
+
+def device_mesh(mesh: Any) -> DeviceMesh:
+    """``mesh`` itself, or a DeviceMesh over the default process group for an abstract one."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    abstract = Mesh.of(mesh)
+    if not dist.is_initialized():
+        raise SpmdError(f"{abstract} needs a process group to run: call torch.distributed.init_process_group first")
+    if dist.get_world_size() != abstract.size:
+        raise SpmdError(f"{abstract} has {abstract.size} devices, but there are {dist.get_world_size()} ranks")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, abstract.shape, mesh_dim_names=abstract.axes)

@@ -120,7 +120,7 @@ class Runner:
         self.wrapped = [next(flags) if o.kind == "output" else True for o in program.outputs[: self.count]]
         self.mutations = [(k, o) for k, o in enumerate(program.outputs[: self.count]) if o.kind == "mutation"]
         self.grads = [(k, o) for k, o in enumerate(program.outputs[self.count :])]
-        self.needs_grad = {o.of for _, o in self.grads}
+        self.needs_grad = [o.of for _, o in self.grads if o.of is not None]
         tangents = [(i, n) for i, n in zip(program.inputs, places, strict=True) if i.kind == "tangent"]
         self.tangent_slots = [self._slot(i.name, i.spec, n) for i, n in tangents]
 
@@ -195,7 +195,7 @@ class Runner:
     def _check_agreement(self) -> None:
         """Before the first step: every rank runs the same program, and draws from the same random state."""
         assert self.mesh is not None
-        group = _whole_group(self.mesh)
+        group = whole_group(self.mesh)
         text = self.text()
         state = _digest(bytes(torch.get_rng_state().tolist())) if self.seed is not None else ""
         everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -215,7 +215,8 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _whole_group(mesh: DeviceMesh) -> Any:
+def whole_group(mesh: DeviceMesh) -> Any:
+    """The process group of all ranks of a mesh."""
     groups = Groups(mesh)
     return dist.distributed_c10d._resolve_process_group(groups.name(groups.axes))
 
@@ -262,6 +263,7 @@ class _Run(torch.autograd.Function):
         sources = {"input": placed, "output": outs, "value": found}
         ctx.save_for_backward(*(sources[kind][k] for kind, k in runner.halves.saved))
         ctx.likes = [(t._spec if isinstance(t, DTensor) else None) for t in placed]
+        ctx.strides = {k: local_of(placed[k]).stride() for k in runner.needs_grad}
         return tuple(outs)
 
     @staticmethod
@@ -282,6 +284,8 @@ class _Run(torch.autograd.Function):
             if local is None:
                 continue
             assert output.of is not None
+            # optimizers expect the layout of the parameter, which the wrapper alone can't promise
+            local = laid_out(local, ctx.strides[output.of])
             grads[1 + output.of] = _wrapped_gradient(local, ctx.likes[output.of], runner, k, output)
             del local
         return tuple(grads)
@@ -308,11 +312,14 @@ def _local_tangent(tangent: Any, slot: Slot | None, stride: tuple[int, ...] | No
         elif not slot.spec.is_replicated():
             with torch.no_grad():
                 tangent = slot.place(tangent)
-    local = local_of(tangent)
-    if stride is not None and local.stride() != stride and local.numel() > 0:
-        laid_out = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device)
-        local = laid_out.copy_(local)
-    return local
+    return laid_out(local_of(tangent), stride)
+
+
+def laid_out(value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    """``value`` in memory of the given strides (None: any)."""
+    if stride is None or value.stride() == stride or value.numel() == 0:
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _zeros(slot: Slot) -> torch.Tensor:
