@@ -15,7 +15,8 @@ shapes are those at coordinate 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ def spec_on(text: str, mesh: Mesh) -> Spec:
     if spec.axes == tuple(f"_{i}" for i in range(len(spec.axes))):
         return Spec.of(mesh, spec.placements, rank)
     return on_mesh(spec, mesh) if "@" in text else Spec.of(mesh, given, rank)
+
+
+def checked(spec: Spec, ndim: int) -> Spec:
+    """``spec`` itself; raises `SpmdError` if it shards a dim that a value of ``ndim`` dims lacks."""
+    return Spec.of(Mesh([(a, 1) for a in spec.axes]), spec, ndim)
 
 
 def gradient_spec(spec: Spec) -> Spec:
@@ -105,13 +111,27 @@ torch.library.register_autograd("spmd::to_local", _to_local_backward, setup_cont
 torch.library.register_autograd("spmd::from_local", _from_local_backward, setup_context=_save_specs, lib=_LIB)
 
 
+_tracing = False
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Within, `constrain` is an operator even where torch doesn't know that a program is being captured."""
+    global _tracing
+    before, _tracing = _tracing, True
+    try:
+        yield
+    finally:
+        _tracing = before
+
+
 def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Placement] | Placement) -> torch.Tensor:
     """``x``, placed as asked: ``constrain(x, {"dp": Shard(0)})``.
 
     In a program that this compiler makes, ``x`` is placed so (Replicate on axes not named) at this point, for
     its cost in communication.  In eager a DTensor is redistributed and a plain tensor returned as it is.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _tracing:
         return torch.ops.spmd.constrain(x, _text(placements, x.dim()))
     if isinstance(x, DTensor):
         spec = Spec.of(Mesh.of(x.device_mesh), placements, x.dim())
@@ -128,7 +148,7 @@ def _text(placements: Any, ndim: int) -> str:
     parts = []
     for axis, p in items:
         if isinstance(p, Shard):
-            parts.append(f"{axis}: S({p.dim % ndim})")
+            parts.append(f"{axis}: S({p.dim + ndim if p.dim < 0 else p.dim})")
         elif isinstance(p, Partial):
             parts.append(f"{axis}: P({p.reduce_op})")
         else:

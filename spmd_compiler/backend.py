@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from . import dynamo, passes
-from .capture import Front, OutputIndex, capture_graph
+from .capture import capture_graph
 from .cost import Profile, profile_of
 from .dtensors import device_mesh
 from .ir import Partitioned
+from .joint import Front, OutputIndex
 from .lower import Compiled, Groups, bind, compile_alone, compile_graph, expand_collectives, match_saved
 from .passes import split
 from .placements import SpmdError

@@ -23,7 +23,7 @@ LEVELS = (
     ("passes.annotate", "passes.propagate", "passes.partition", "passes.simplify", "passes.bucket", "passes.overlap",
      "passes.split"),
     ("passes",),
-    ("dynamo",),
+    ("dynamo", "joint"),
     ("capture", "lower"),
     ("runtime",),
     ("parallelize",),
@@ -35,7 +35,7 @@ LEVELS = (
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
 # Supporting a new torch means reading these files.
-PRIVATE = {"capture", "dtensors", "dynamo", "lower", "runtime", "simulate"}
+PRIVATE = {"capture", "dtensors", "dynamo", "joint", "lower", "runtime", "simulate"}
 # The type of an operator has no public name.
 EVERYWHERE = {"torch._ops.OpOverload", "torch.utils._pytree"}
 

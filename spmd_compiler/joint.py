@@ -1,0 +1,274 @@
+"""The joint graph: AOTAutograd's export, made a `Captured` graph with named inputs and outputs.
+
+Outputs are cloned before tracing, so that no output is an alias, every output that needs a gradient has a tangent
+of its own, and clones of intermediate values are taken out again afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._inductor.lowering
+import torch.fx.traceback as fx_traceback
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
+from .ir import Captured, Input, Output, source_line
+from .placements import Mesh, Spec, SpmdError
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def DECOMPOSITIONS() -> Mapping[Any, Callable[..., Any]]:
+    """Inductor's decompositions, and products with a sum as a product and a sum; attention and clones stay."""
+    kept = ("scaled_dot_product", "aten.clone")
+    table = {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)}
+
+    def added(product: Any) -> Callable[..., Any]:
+        def decomposed(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+            out = product(a, b)
+            out = out if alpha == 1 else out * alpha
+            if beta == 0:
+                return out
+            return out + (bias if beta == 1 else bias * beta)
+
+        return decomposed
+
+    table[aten.addmm.default] = added(torch.mm)
+    table[aten.baddbmm.default] = added(torch.bmm)
+    return table
+
+
+@dataclass
+class Front:
+    """A captured program and how its callers' arguments and results map to the graph's.
+
+    ``arguments[i]`` says where placeholder ``i`` (parameters, buffers and inputs only) comes from: a position among
+    the caller's flat arguments, or a tensor.  ``results`` has one entry for each flat result of the caller: the index
+    of an output of the graph, or a constant.  ``is_global`` says which of the graph's forward outputs are global
+    values (DTensors at run time), ``differentiable`` which have a tangent, in the order of the tangents.
+    """
+
+    captured: Captured
+    arguments: list[int | torch.Tensor]
+    results: list[Any]
+    is_global: list[bool]
+    differentiable: list[int]
+    needs_grad: list[int]
+    device_mesh: DeviceMesh | None = None
+
+
+@dataclass
+class OutputIndex:
+    """Stands for output ``index`` of the graph in `Front.results`."""
+
+    index: int
+
+
+# --- the joint graph ----------------------------------------------------------------------------------------
+
+
+def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
+    with contextlib.ExitStack() as stack:
+        return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
+
+
+class UserLines(TorchFunctionMode):
+    """Notes the user's line (the innermost frame outside torch and this package) on the nodes of each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            code = frame.f_code
+            fx_traceback.set_stack_trace([f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'])
+        return func(*args, **(kwargs or {}))
+
+
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
+
+
+def _random(node: Node) -> bool:
+    """Whether a node draws random numbers (attention with a dropout probability of 0 doesn't)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
+
+
+def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
+    """Turn tensors that the graph holds into placeholders behind the primals; return the tensors."""
+    found: dict[str, Node] = {}
+    tensors: list[torch.Tensor] = []
+    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
+        value = operator.attrgetter(node.target)(gm)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if node.target not in found:
+            found[node.target] = _append_primal(gm, fake_mode.from_tensor(value, static_shapes=True))
+            tensors.append(value)
+        node.replace_all_uses_with(found[node.target])
+        gm.graph.erase_node(node)
+    return tensors
+
+
+def _append_primal(gm: GraphModule, value: Any) -> Node:
+    """A new placeholder behind the primals and before the tangents."""
+    primals = [n for n in gm.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(primals[-1]) if primals else gm.graph.inserting_before(first):
+        node = gm.graph.placeholder(f"primals_{len(primals) + 1}")
+    node.meta["val"] = value
+    return node
+
+
+def is_tangent(node: Node) -> bool:
+    return isinstance(node.meta.get("desc"), descriptors.TangentAOTInput)
+
+
+def _set_phases(gm: GraphModule) -> None:
+    """Set ``meta["phase"]``: backward is what was traced in backward or depends on a tangent."""
+    sources: dict[int, str] = {}
+    for node in gm.graph.nodes:
+        tangent = node.op == "placeholder" and is_tangent(node)
+        tagged = node.meta.get("partitioner_tag") == "is_backward" or node.meta.get("autograd_backward", False)
+        backward = tangent or tagged or any(n.meta["phase"] == "backward" for n in node.all_input_nodes)
+        node.meta["phase"] = "backward" if backward else "forward"
+        number = node.meta.get("seq_nr")
+        if number is None:
+            continue
+        if not backward and node.stack_trace:
+            sources.setdefault(number, node.stack_trace)
+        elif backward and number in sources:
+            node.stack_trace = sources[number]
+
+
+def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
+    """Write the specs of annotations out on all axes of the mesh."""
+    for node in gm.graph.nodes:
+        if node.target not in ANNOTATIONS:
+            continue
+        value = node.meta["val"] if node.target is from_local_op else node.args[0].meta["val"]
+        texts = {1, len(node.args) - 1}
+        try:
+            args = [str(checked(spec_on(a, mesh), value.dim())) if i in texts else a for i, a in enumerate(node.args)]
+        except SpmdError as error:
+            raise SpmdError(f"{node.name} ({source_line(node)}): {error}") from None
+        if node.target is not constrain_op:
+            args[2] = list(mesh.shape)
+        node.args = tuple(args)
+
+
+def _remove_clones(gm: GraphModule) -> None:
+    """Take out aliases, and the clones of outputs that were there to break them (not those of an input itself)."""
+    output = gm.graph.output_node()
+    for node in gm.graph.find_nodes(op="call_function", target=aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, Node) and value.target is aten.clone.default and len(value.users) == 1:
+            source = value.args[0]
+            if source.op != "placeholder" and source.meta["val"].stride() == value.meta["val"].stride():
+                return source
+        return value
+
+    kept = tuple(unwrapped(v) for v in output.args[0])
+    output.args = (kept,)
+    gm.graph.eliminate_dead_code()
+
+
+def assemble(
+    joint: Any,
+    named: list[Input],
+    labels: list[str],
+    specs: Sequence[Spec | None],
+    mesh: Mesh,
+    fake_mode: FakeTensorMode,
+    name: str,
+) -> Front:
+    """The `Front` of an exported joint graph, from the descriptors of its placeholders and outputs."""
+    gm: GraphModule = joint.graph_module
+    gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
+    constants = _lift_constants(gm, fake_mode)
+    _set_phases(gm)
+    _name_axes(gm, mesh)
+    inputs: list[Input] = []
+    arguments: list[int | torch.Tensor] = []
+    place: dict[Any, int] = {}
+    tangents: list[tuple[Any, Node]] = []
+    lifted = iter(constants)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        if isinstance(desc, descriptors.TangentAOTInput):
+            tangents.append((desc.output, node))
+            continue
+        place[desc] = len(inputs)
+        if isinstance(desc, descriptors.PlainAOTInput):
+            inputs.append(named[desc.idx])
+            arguments.append(desc.idx)
+        elif desc is None:
+            inputs.append(Input(f"constant.{len(inputs)}", "buffer", Spec.replicate(mesh)))
+            arguments.append(next(lifted))
+        else:
+            raise SpmdError(f"input {node.name}: {desc.expr()} is not supported; clone one of the views that alias")
+    if any(_random(n) for n in gm.graph.nodes if n.op == "call_function"):
+        with fake_mode:
+            seed = _append_primal(gm, torch.empty((), dtype=torch.int64))
+        seed.meta["phase"] = "forward"
+        inputs.append(Input("seed", "seed", Spec.replicate(mesh)))
+
+    outputs: list[Output] = []
+    kept: list[Any] = []
+    index: dict[Any, int] = {}
+    forward = 0
+    node = gm.graph.output_node()
+    for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
+        if value is None:
+            continue
+        if isinstance(desc, descriptors.PlainAOTOutput):
+            outputs.append(Output(labels[desc.idx], "output", specs[desc.idx]))
+            forward += 1
+        elif isinstance(desc, descriptors.InputMutationAOTOutput):
+            of = place[desc.mutated_input]
+            outputs.append(Output(inputs[of].name, "mutation", None, of))
+            forward += 1
+        elif isinstance(desc, descriptors.GradAOTOutput):
+            of = place[desc.grad_of]
+            outputs.append(Output(inputs[of].name, "grad", None, of))
+        else:
+            raise SpmdError(f"output {desc.expr()} is not supported")
+        index[desc] = len(kept)
+        kept.append(value)
+    node.args = (tuple(kept),)
+    node.meta["desc"] = list(index)
+    _remove_clones(gm)
+    differentiable = []
+    for desc, tangent in tangents:
+        differentiable.append(index[desc])
+        inputs.append(Input(f"grad({outputs[index[desc]].name})", "tangent", outputs[index[desc]].spec))
+        tangent.meta["of"] = index[desc]
+    gm.recompile()
+    results = [OutputIndex(index[descriptors.PlainAOTOutput(idx=i)]) for i in range(len(labels))]
+    captured = Captured(gm, inputs, outputs, forward, mesh, name)
+    needs_grad = [o.of for o in outputs if o.kind == "grad" and o.of is not None]
+    return Front(captured, arguments, results, [], differentiable, needs_grad)
