@@ -151,7 +151,7 @@ def train(o: argparse.Namespace, rank: int, console: Console) -> None:
             model, (ids, ids), mesh=spmd.Mesh(o.axes), placements={**inputs, **chosen}, backward=True, profile=o.profile
         )
     model = spmd.parallelize(model, mesh, placements=chosen)
-    start = {name: p.full_tensor().cpu() for name, p in model.state_dict().items()} if o.reference else {}
+    start = {name: p.full_tensor().cpu().clone() for name, p in model.state_dict().items()} if o.reference else {}
     compiled = torch.compile(model, backend="spmd", options={"lower": o.lower, "profile": o.profile})
     step = step_of(model, compiled, o.lr)
 
