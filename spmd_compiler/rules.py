@@ -194,7 +194,7 @@ def fit(
     """A rule from dims that hold one factor or none, sizes read off the node's tensors.
 
     A dim of size 1 beside a larger one of the same factor is tied to nothing; sizes that disagree otherwise make
-    the factor whole wherever it stands.  Linear groups with a bool operand are dropped.
+    the factor whole wherever it stands.  Linear groups with a bool operand are dropped; complex values add up only.
     """
     values = [o.meta["val"] for o in operands(node)]
     made = results(node)
@@ -219,10 +219,12 @@ def fit(
         return tuple(d if d and sizes[d[0]] == n and d[0] not in odd else () for d, n in zip(term, shape, strict=True))
 
     fitted = [tied(t, s) for t, s in terms]
-    groups = tuple(Linear(tuple(g), linear_ops) for g in linear if not any(values[i].dtype == torch.bool for i in g))
+    if any(t.dtype.is_complex for t in (*values, *made) if t is not None):
+        linear_ops = tuple(o for o in linear_ops if o == "sum")
+    groups = [Linear(tuple(g), linear_ops) for g in linear if all(values[i].dtype != torch.bool for i in g)]
     return Rule(
         operands=tuple(fitted[: len(ops)]), results=tuple(fitted[len(ops) :]),
-        sizes={f: n for f, n in sizes.items() if f not in odd}, linear=groups, **fields,
+        sizes={f: n for f, n in sizes.items() if f not in odd}, linear=tuple(groups), **fields,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import float32, float64, int64
 
+import spmd_compiler.ops  # noqa: F401  (defines torch.ops.spmd.draw)
 from spmd_compiler.placements import Mesh
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -24,6 +25,7 @@ class Case:
     skip: tuple[int, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     uninitialised: bool = False
+    drawn: bool = False  # equal bit for bit, operands as they are
     name: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -378,3 +380,12 @@ case(aten.argmax.default, lambda s: [s.f(8, 6)], to=NO_RULE)
 case(aten.masked_scatter.default, lambda s: [s.f(8, 6), s.b(8, 6), s.f(48)], to=NO_RULE)
 case(aten.histc.default, lambda s: [s.f(8, 3), 4], to=NO_RULE)
 case(aten.as_strided.default, lambda s: [s.f(8, 6), [4, 2], [6, 2]], to=NO_RULE)
+
+# --- draws --------------------------------------------------------------------------------------------------
+
+for kind, dtype in (("bits", int64), ("uniform", float32), ("normal", float64), ("exponential", float32)):
+    case(
+        torch.ops.spmd.draw.default,
+        lambda s, k=kind, t=dtype: [torch.tensor(7), 3, k, [8, 5], [0, 0], [8, 5], t, torch.device("cpu")],
+        shards="d0 d1", drawn=True,
+    )  # fmt: skip

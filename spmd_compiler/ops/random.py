@@ -89,6 +89,14 @@ def _log(hi: Tensor) -> Tensor:
     return (32 - exponent).to(torch.float64) * math.log(2) - 2.0 * s * series
 
 
+def _root(x: Tensor) -> Tensor:
+    """The square root by Newton's method (libraries round theirs differently)."""
+    y = ((x.view(torch.int64) >> 1) + (1023 << 51)).view(torch.float64)
+    for _ in range(4):
+        y = 0.5 * (y + x / y)
+    return y
+
+
 def _cosine(lo: Tensor) -> Tensor:
     """``cos(2 pi (lo + 0.5) / 2**32)`` of 32-bit integers, in float64."""
     quarter = lo >> 30
@@ -113,7 +121,7 @@ def _from_bits(bits: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         return _shift(bits, 64 - n).to(dtype) * 2.0**-n
     ln = _log(_shift(bits, 32))
     if kind == "normal":
-        ln = torch.sqrt(2.0 * ln) * _cosine(bits & (2**32 - 1))
+        ln = _root(2.0 * ln) * _cosine(bits & (2**32 - 1))
     return ln.to(dtype)
 
 
@@ -248,9 +256,7 @@ def _geometric(w: Write, n: Node) -> Node:
 
 
 def _log_normal(w: Write, n: Node) -> Node:
-    return w.call(
-        aten.exp.default, w.scaled(w.draw("normal", n.meta["val"]), argument(n, "std"), argument(n, "mean"))
-    )
+    return w.call(aten.exp.default, w.scaled(w.draw("normal", n.meta["val"]), argument(n, "std"), argument(n, "mean")))
 
 
 def _cauchy(w: Write, n: Node) -> Node:
