@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from ..ir import Captured, copy_meta, is_tensor, source_line
+from ..ops import random
 
 aten = torch.ops.aten
 _SAME = {aten.alias.default, aten.detach.default}
@@ -34,8 +35,6 @@ def run(captured: Captured) -> Captured:
     _output(graph).meta = dict(_output(captured.graph.graph).meta)
     seeds = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "seed"]
     if seeds:
-        from ..ops import random
-
         random.functionalize(graph, seeds[0])
     _simplify(graph)
     params = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "param"]

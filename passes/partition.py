@@ -13,7 +13,7 @@ from ..collectives import KINDS, axes_of, is_collective
 from ..cost import Profile
 from ..ir import Captured, Emit, Partitioned, copy_meta, is_getitem, nbytes, operands, producer, results, source_line
 from ..placements import Mesh, Spec
-from ..redistribute import Move, emit_move, slice_op
+from ..redistribute import Move, emit_move
 from ..rules import emit_choice
 from ..symbolic import bind_tree
 
@@ -144,13 +144,7 @@ class _Partitioner:
 
     def _price(self) -> float:
         """Seconds of the moves that were emitted (those inside local forms are counted with their choice)."""
-        total = 0.0
-        for node in self.graph.nodes:
-            if "move" not in node.meta:
-                continue
-            size = nbytes(node.meta["val"])
-            if node.target is slice_op:
-                total += 2 * size / self.profile.memory
-            elif is_collective(node):
-                total += self.profile.collective(self.mesh, KINDS[node.target], axes_of(node), size)
-        return total
+        return sum(
+            self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), nbytes(n.meta["val"]))
+            for n in self.graph.nodes if "move" in n.meta and is_collective(n)
+        )  # fmt: skip

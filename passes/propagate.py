@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from ..collectives import KINDS, axes_of, is_collective
 from ..cost import Profile
 from ..ir import Captured, is_getitem, nbytes, operands, producer, results, source_line
 from ..placements import Mesh, Spec, SpmdError
+from ..problem import Hub, Problem, Solution, Variable, is_partial
+from ..redistribute import Move
 from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated, rule_of
-from ..solve import Hub, Move, Problem, Solution, Variable, is_partial, solve
+from ..solve import solve
 
 _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
 
@@ -64,6 +67,9 @@ class _Builder:
                 self._add_call(node)
         sinks = self._add_outputs()
         self.problem.hubs = list(self.hubs.values())
+        used = collections.Counter(h.source[0] for h in self.problem.hubs)
+        for i, variable in enumerate(self.problem.variables):
+            variable.sole = used[i] == 1
         solution = solve(self.problem)
         picked = {n: self.problem.variables[i].choices[solution.choices[i]] for n, i in self.index.items()}
         trees = dict(zip(self.hubs, solution.trees, strict=True))

@@ -131,6 +131,9 @@ class Spec:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spec, (self.axes, self.placements, self.nesting)  # a hash is good for one process only
+
     @staticmethod
     def replicate(mesh: Mesh) -> Spec:
         return Spec(mesh.axes, (Replicate(),) * len(mesh.axes))

@@ -12,7 +12,9 @@ Minimise ``sum compute[n, c] z[n, c] + sum price[h, a] x[h, a]`` subject to
 (1) ``sum_c z[n, c] = 1``                                                              for every node
 (2) ``inflow_f(s) - outflow_f(s) + sum_{c makes s} z[producer, c] - sum_{c wants s} z[k, c] = 0``
                                                                    for every hub, consumer and state ``s``
-(3) ``f[h, k, a] <= x[h, a]``                                      for every hub with two consumers or more
+(3) ``f[h, k, a] <= x[h, a]``                                      for every hub with three consumers or more
+(4) for a hub with two consumers the copies are a trunk from the producer to one state ``s`` (``fork[h, s]``) and a
+    branch from there to each consumer, three flows conserved as in (2), each paying its arcs
 
 So copies of one value form a tree of moves in which a shared prefix is paid once.  The relaxation's optimum is a
 lower bound; it has been integral in practice, and a fractional one goes to branch and bound on the same model.
@@ -21,166 +23,39 @@ The answer's price is recomputed from the choices and the trees (`Solution.price
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_matrix
-from torch.distributed.tensor import Partial, Shard
 
-from .cost import Profile
-from .placements import Mesh, Spec, SpmdError
-from .redistribute import Move, move_price, moves
-from .rules import Choice
+from .placements import Spec, SpmdError
+from .problem import Hub, Problem, Solution, Table, Tables
+from .redistribute import Move, move_price
 
 INTEGRAL = 1e-6
-
-
-@dataclass
-class Variable:
-    """A node of the problem: its choices and the seconds of local compute of each.
-
-    ``transparent`` says that the node has one operand and that a gather or exchange before it can be put off
-    until after it at no higher price.
-    """
-
-    name: str
-    choices: tuple[Choice, ...]
-    compute: np.ndarray
-    transparent: bool = False
-
-
-@dataclass
-class Hub:
-    """A value in one phase: who makes it (variable, result) and who wants it (variable, operand)."""
-
-    source: tuple[int, int]
-    consumers: list[tuple[int, int]]
-    shape: tuple[int, ...]
-    element: int
-
-
-@dataclass
-class Problem:
-    mesh: Mesh
-    profile: Profile
-    variables: list[Variable] = field(default_factory=list)
-    hubs: list[Hub] = field(default_factory=list)
-    uneven: frozenset[tuple[int, int]] = frozenset()
-
-
-@dataclass
-class Solution:
-    """The choice of each variable, and for each hub the moves that make its copies (target spec -> move)."""
-
-    choices: list[int]
-    trees: list[dict[Spec, Move]]
-    compute: float
-    price: float
-    bound: float
-    columns: int
-
-
-# --- states and arcs of a hub ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Table:
-    """The states of a hub and its arcs as arrays; an arc costs ``fixed + rate * bytes of the global value``."""
-
-    states: list[Spec]
-    index: dict[Spec, int]
-    moves: list[Move]
-    source: np.ndarray
-    target: np.ndarray
-    fixed: np.ndarray
-    rate: np.ndarray
-
-
-class Tables:
-    """Builds tables once for all hubs with the same placements per axis and the same divisibility."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.cache: dict[object, Table] = {}
-
-    def of(self, hub: Hub) -> Table:
-        p = self.problem
-        producer, result = hub.source
-        made = {c.results[result] for c in p.variables[producer].choices}
-        wanted = {c.operands[i] for k, i in hub.consumers for c in p.variables[k].choices}
-        seen = made | wanted
-        options = tuple(tuple(sorted({s.placements[i] for s in seen}, key=str)) for i in range(len(p.mesh.axes)))
-        partial = frozenset(x for s in made for x in s.partial_axes())
-        even = tuple(
-            tuple(n % math.prod(c) == 0 for k in range(1, len(p.mesh.axes) + 1)
-                  for c in itertools.combinations(p.mesh.shape, k)) for n in hub.shape
-        )  # fmt: skip
-        regular = all(s.is_even(hub.shape, p.mesh) for s in seen)
-        key = (options, partial, even if regular else hub.shape, frozenset(seen) if not regular else None)
-        if key not in self.cache:
-            self.cache[key] = self._build(hub, seen, options, regular)
-        table = self.cache[key]
-        if not seen <= table.index.keys():  # an order of nesting that this hub alone uses
-            self.cache[key] = table = self._build(hub, seen | set(table.states), options, regular)
-        return table
-
-    def _build(self, hub: Hub, seen: set[Spec], options: Sequence[Sequence], regular: bool) -> Table:
-        p = self.problem
-        allowed = [frozenset(o) for o in options]
-        states = sorted(seen, key=str)
-        index = {s: i for i, s in enumerate(states)}
-        arcs: list[Move] = []
-        queue = list(states)
-        while queue:
-            spec = queue.pop(0)
-            for move in moves(spec, hub.shape, p.mesh, p.uneven):
-                if any(t not in a for t, a in zip(move.target.placements, allowed, strict=True)):
-                    continue
-                if move.target not in index:
-                    index[move.target] = len(states)
-                    states.append(move.target)
-                    queue.append(move.target)
-                arcs.append(move)
-        scale = math.prod(hub.shape) * hub.element
-        fixed, rate = np.zeros(len(arcs)), np.zeros(len(arcs))
-        for i, move in enumerate(arcs):
-            if regular and scale and move.target.is_even(hub.shape, p.mesh):
-                fixed[i], rate[i] = _affine(p.profile, p.mesh, move.kind, move.axes, move.target.shards(p.mesh))
-            else:
-                rate[i] = 0.0
-                fixed[i] = move_price(move, hub.shape, hub.element, p.mesh, p.profile)
-        return Table(
-            states, index, arcs,
-            np.array([index[m.source] for m in arcs], dtype=np.int64),
-            np.array([index[m.target] for m in arcs], dtype=np.int64),
-            fixed, rate,
-        )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _affine(profile: Profile, mesh: Mesh, kind: str, axes: tuple[str, ...], shards: int) -> tuple[float, float]:
-    """A move's price as ``fixed + rate * global bytes``, its result being cut into ``shards``."""
-    if kind == "slice":
-        return 0.0, 2 / (profile.memory * shards)
-    fixed = profile.collective(mesh, kind, axes, 0.0)
-    return fixed, profile.collective(mesh, kind, axes, 1.0 / shards) - fixed
 
 
 # --- the linear program ---------------------------------------------------------------------------------------
 
 
 class Model:
-    """Columns, rows and prices of the program, gathered as arrays."""
+    """Columns, rows and prices of the program, gathered as arrays.
+
+    Variables joined by a hub without arcs share their columns: ``group[v]`` is the first of them and
+    ``choice_of[v][j]`` the choice that column ``j`` stands for.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tables = Tables(problem)
+        self.hub_tables = [self.tables.of(h) for h in problem.hubs]
+        self.choice_of = [np.arange(len(v.choices)) for v in problem.variables]
+        self.leader = list(range(len(problem.variables)))
+        joined = self._join()
         self.cost: list[np.ndarray] = []
         self.columns = 0
         self.equal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -188,11 +63,38 @@ class Model:
         self.equal_rows = 0
         self.less: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.less_rows = 0
-        self.z = [self._add_columns(v.compute) for v in problem.variables]
-        self._one_choice_each()
-        self.hub_tables = [self.tables.of(h) for h in problem.hubs]
-        for hub, table in zip(problem.hubs, self.hub_tables, strict=True):
-            self._add_hub(hub, table)
+        self.group = self._add_choices()
+        self.choices = self.columns
+        for h, (hub, table) in enumerate(zip(problem.hubs, self.hub_tables, strict=True)):
+            if h not in joined:
+                self._add_hub(hub, table)
+
+    def _join(self) -> set[int]:
+        """Join a hub's producer and its only consumer where the hub has no arc: one decides the other."""
+        joined = set()
+        members: dict[int, list[int]] = {}
+        order = sorted(range(len(self.problem.hubs)), key=lambda h: self.problem.hubs[h].source)
+        for h in order:
+            hub, table = self.problem.hubs[h], self.hub_tables[h]
+            if len(hub.consumers) != 1 or self.tables.arcs_kept(hub, table).any():
+                continue
+            (n, r), (k, i) = hub.source, hub.consumers[0]
+            consumer = self.problem.variables[k]
+            if not consumer.transparent or self.leader[k] != k or k in members:
+                continue
+            wanted = {c.operands[i]: j for j, c in enumerate(consumer.choices)}
+            made = [self.problem.variables[n].choices[c].results[r] for c in self.choice_of[n]]
+            fits = np.array([s in wanted for s in made])
+            if not fits.any():
+                continue
+            lead = self.leader[n]
+            for v in (lead, *members.get(lead, ())):
+                self.choice_of[v] = self.choice_of[v][fits]
+            self.choice_of[k] = np.array([wanted[s] for s in made if s in wanted])
+            self.leader[k] = lead
+            members.setdefault(lead, []).append(k)
+            joined.add(h)
+        return joined
 
     def _add_columns(self, cost: np.ndarray) -> int:
         first = self.columns
@@ -200,50 +102,68 @@ class Model:
         self.columns += len(cost)
         return first
 
-    def _one_choice_each(self) -> None:
+    def _add_choices(self) -> list[int]:
         """(1)"""
-        counts = [len(v.choices) for v in self.problem.variables]
-        rows = np.repeat(np.arange(len(counts)), counts)
+        compute: dict[int, np.ndarray] = {}
+        for v, lead in enumerate(self.leader):
+            seconds = self.problem.variables[v].compute[self.choice_of[v]]
+            compute[lead] = compute[lead] + seconds if lead in compute else seconds
+        first = {lead: self._add_columns(seconds) for lead, seconds in compute.items()}
+        rows = np.repeat(np.arange(len(first)), [len(s) for s in compute.values()])
         self.equal.append((rows, np.arange(self.columns), np.ones(self.columns)))
-        self.equal_rhs.append(np.ones(len(counts)))
-        self.equal_rows += len(counts)
+        self.equal_rhs.append(np.ones(len(first)))
+        self.equal_rows += len(first)
+        return [first[lead] for lead in self.leader]
 
-    def _arcs_kept(self, hub: Hub, table: Table) -> np.ndarray:
-        """Arcs worth having: before a transparent only consumer, gathers and exchanges are put off."""
-        keep = np.ones(len(table.moves), dtype=bool)
-        if len(hub.consumers) == 1 and self.problem.variables[hub.consumers[0][0]].transparent:
-            wanted = {c.operands[0] for c in self.problem.variables[hub.consumers[0][0]].choices}
-            for i, move in enumerate(table.moves):
-                later = move.kind in ("all_gather", "all_to_all", "permute")
-                keep[i] = not (later and move.source in wanted)
-        return keep
+    def _end(self, variable: int, table: Table, specs: list[Spec | None]) -> tuple[np.ndarray, np.ndarray]:
+        """The columns of a variable at a hub, and the state that each makes or wants."""
+        at = np.array([table.index[s] for s in specs], dtype=np.int64)[self.choice_of[variable]]
+        return self.group[variable] + np.arange(len(at)), at
 
     def _add_hub(self, hub: Hub, table: Table) -> None:
-        """(2) and (3)"""
-        p = self.problem
         n, r = hub.source
-        keep = self._arcs_kept(hub, table)
-        price = (table.fixed + table.rate * (math.prod(hub.shape) * hub.element))[keep]
-        src, dst = table.source[keep], table.target[keep]
-        made = np.array([table.index[c.results[r]] for c in p.variables[n].choices], dtype=np.int64)
-        states, count = len(table.states), len(price)
-        x = self._add_columns(price)
-        shared = len(hub.consumers) > 1
-        for k, i in hub.consumers:
-            f = self._add_columns(np.zeros(count)) if shared else x
-            arcs = np.arange(count)
-            wants = np.array([table.index[c.operands[i]] for c in p.variables[k].choices], dtype=np.int64)
-            rows = np.concatenate([dst, src, made, wants]) + self.equal_rows
-            cols = np.concatenate([f + arcs, f + arcs, self.z[n] + np.arange(len(made)),
-                                   self.z[k] + np.arange(len(wants))])  # fmt: skip
-            vals = np.concatenate([np.ones(count), -np.ones(count), np.ones(len(made)), -np.ones(len(wants))])
-            self.equal.append((rows, cols, vals))
-            self.equal_rhs.append(np.zeros(states))
-            self.equal_rows += states
-            if shared:
-                rows = np.concatenate([arcs, arcs]) + self.less_rows
-                self.less.append((rows, np.concatenate([f + arcs, x + arcs]), np.repeat([1.0, -1.0], count)))
-                self.less_rows += count
+        keep = self.tables.arcs_kept(hub, table)
+        price = self.tables.price(hub, table)[keep]
+        arcs = (table.source[keep], table.target[keep])
+        made = self._end(n, table, [c.results[r] for c in self.problem.variables[n].choices])
+        wants = [
+            self._end(k, table, [c.operands[i] for c in self.problem.variables[k].choices]) for k, i in hub.consumers
+        ]
+        if len(wants) == 1:
+            self._conserve(len(table.states), arcs, self._add_columns(price), [(made, 1.0), (wants[0], -1.0)])
+        elif len(wants) == 2:
+            self._add_fork(len(table.states), arcs, price, made, wants)
+        else:
+            self._add_shared(len(table.states), arcs, price, made, wants)
+
+    def _conserve(self, states: int, arcs: tuple[np.ndarray, np.ndarray], flow: int, ends: Sequence) -> None:
+        """(2): one row a state; ``ends`` are columns with the states they enter (+1) or leave (-1) at."""
+        source, target = arcs
+        columns = flow + np.arange(len(source))
+        rows = np.concatenate([target, source, *(at for (_, at), _ in ends)]) + self.equal_rows
+        cols = np.concatenate([columns, columns, *(c for (c, _), _ in ends)])
+        signs = [np.ones(len(source)), -np.ones(len(source)), *(np.full(len(at), sign) for (_, at), sign in ends)]
+        self.equal.append((rows, cols, np.concatenate(signs)))
+        self.equal_rhs.append(np.zeros(states))
+        self.equal_rows += states
+
+    def _add_fork(self, states: int, arcs: tuple, price: np.ndarray, made: tuple, wants: list) -> None:
+        """(4)"""
+        fork = (self._add_columns(np.zeros(states)) + np.arange(states), np.arange(states))
+        self._conserve(states, arcs, self._add_columns(price), [(made, 1.0), (fork, -1.0)])
+        for want in wants:
+            self._conserve(states, arcs, self._add_columns(price), [(fork, 1.0), (want, -1.0)])
+
+    def _add_shared(self, states: int, arcs: tuple, price: np.ndarray, made: tuple, wants: list) -> None:
+        """(3)"""
+        count = len(price)
+        x = self._add_columns(price) + np.arange(count)
+        for want in wants:
+            flow = self._add_columns(np.zeros(count))
+            self._conserve(states, arcs, flow, [(made, 1.0), (want, -1.0)])
+            rows = np.tile(np.arange(count), 2) + self.less_rows
+            self.less.append((rows, np.concatenate([flow + np.arange(count), x]), np.repeat([1.0, -1.0], count)))
+            self.less_rows += count
 
     def matrices(self) -> tuple[np.ndarray, coo_matrix, np.ndarray, coo_matrix | None]:
         def build(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]], rows: int) -> coo_matrix:
@@ -285,10 +205,11 @@ def solve(problem: Problem) -> Solution:
 
 def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
     picks, integral = [], True
-    for first, v in zip(model.z, model.problem.variables, strict=True):
-        part = values[first : first + len(v.choices)]
-        picks.append(int(np.argmax(part)))
-        integral &= bool(part[picks[-1]] > 1 - INTEGRAL)
+    for first, choice_of in zip(model.group, model.choice_of, strict=True):
+        part = values[first : first + len(choice_of)]
+        best = int(np.argmax(part))
+        picks.append(int(choice_of[best]))
+        integral &= bool(part[best] > 1 - INTEGRAL)
     return picks, integral
 
 
@@ -297,8 +218,7 @@ def _branch(model: Model, cost, equal, rhs, less, scale: float) -> tuple[np.ndar
     constraints = [LinearConstraint(equal, rhs, rhs)]
     if less is not None:
         constraints.append(LinearConstraint(less, -np.inf, 0.0))
-    choices = sum(len(v.choices) for v in model.problem.variables)
-    whole = (np.arange(model.columns) < choices).astype(int)
+    whole = (np.arange(model.columns) < model.choices).astype(int)
     found = milp(
         cost * (1e3 / scale), constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
         options={"time_limit": 120.0, "mip_rel_gap": 0.0},
@@ -371,11 +291,3 @@ def _path(
         path.append(came[target])
         target = int(table.source[came[target]])
     return path[::-1]
-
-
-def is_partial(spec: Spec) -> bool:
-    return any(isinstance(p, Partial) for p in spec.placements)
-
-
-def is_sharded(spec: Spec) -> bool:
-    return any(isinstance(p, Shard) for p in spec.placements)

@@ -1,0 +1,211 @@
+"""The solver's problem as data: variables with their choices, hubs with the specs a value may be held in.
+
+A *hub* is a value in one phase; its *states* are specs, its *arcs* one-axis moves between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.distributed.tensor import Replicate, Shard
+
+from .cost import Profile
+from .placements import Mesh, Spec
+from .redistribute import Move, move_price, moves
+from .rules import Choice
+
+
+@dataclass
+class Variable:
+    """A node of the problem: its choices and the seconds of local compute of each.
+
+    ``transparent`` says that the node has one operand and that a gather or exchange before it can be put off
+    until after it at no higher price.
+    """
+
+    name: str
+    choices: tuple[Choice, ...]
+    compute: np.ndarray
+    transparent: bool = False
+    sole: bool = False  # only one of its results is used, through one hub
+
+
+@dataclass
+class Hub:
+    """A value in one phase: who makes it (variable, result) and who wants it (variable, operand)."""
+
+    source: tuple[int, int]
+    consumers: list[tuple[int, int]]
+    shape: tuple[int, ...]
+    element: int
+
+
+@dataclass
+class Problem:
+    mesh: Mesh
+    profile: Profile
+    variables: list[Variable] = field(default_factory=list)
+    hubs: list[Hub] = field(default_factory=list)
+    uneven: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass
+class Solution:
+    """The choice of each variable, and for each hub the moves that make its copies (target spec -> move)."""
+
+    choices: list[int]
+    trees: list[dict[Spec, Move]]
+    compute: float
+    price: float
+    bound: float
+    columns: int
+
+
+# --- states and arcs of a hub ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Table:
+    """The states of a hub and its arcs as arrays; an arc costs ``fixed + rate * bytes of the global value``."""
+
+    states: list[Spec]
+    index: dict[Spec, int]
+    moves: list[Move]
+    source: np.ndarray
+    target: np.ndarray
+    fixed: np.ndarray
+    rate: np.ndarray
+
+
+class Tables:
+    """Builds tables once for all hubs with the same choices around them and the same divisibility."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.cache: dict[object, Table] = {}
+        self.by_choices: dict[object, Table] = {}
+
+    def of(self, hub: Hub) -> Table:
+        p = self.problem
+        producer, result = hub.source
+        around = (id(p.variables[producer].choices), result)
+        users = tuple(sorted({(id(p.variables[k].choices), i) for k, i in hub.consumers}))
+        key = (around, users, hub.shape)
+        if key not in self.by_choices:
+            self.by_choices[key] = self._find(hub)
+        return self.by_choices[key]
+
+    def _find(self, hub: Hub) -> Table:
+        p = self.problem
+        producer, result = hub.source
+        made = {c.results[result] for c in p.variables[producer].choices}
+        seen = made | {c.operands[i] for k, i in hub.consumers for c in p.variables[k].choices}
+        options = tuple(tuple(sorted({s.placements[i] for s in seen}, key=str)) for i in range(len(p.mesh.axes)))
+        even = tuple(
+            tuple(n % math.prod(c) == 0 for k in range(1, len(p.mesh.axes) + 1)
+                  for c in itertools.combinations(p.mesh.shape, k)) for n in hub.shape
+        )  # fmt: skip
+        regular = all(s.is_even(hub.shape, p.mesh) for s in seen)
+        key = (options, even, frozenset(seen)) if regular else (hub.shape, hub.element, frozenset(seen))
+        if key not in self.cache:
+            self.cache[key] = self._build(hub, seen, options, regular)
+        return self.cache[key]
+
+    def _build(self, hub: Hub, seen: set[Spec], options: Sequence[Sequence], regular: bool) -> Table:
+        p = self.problem
+        allowed = [frozenset(o) for o in options]
+        states = sorted(seen, key=str)
+        index = {s: i for i, s in enumerate(states)}
+        arcs: list[Move] = []
+        queue = list(states)
+        while queue:
+            spec = queue.pop(0)
+            for move in moves(spec, hub.shape, p.mesh, p.uneven):
+                if any(t not in a for t, a in zip(move.target.placements, allowed, strict=True)):
+                    continue
+                if move.target not in index:
+                    index[move.target] = len(states)
+                    states.append(move.target)
+                    queue.append(move.target)
+                arcs.append(move)
+        scale = math.prod(hub.shape) * hub.element
+        fixed, rate = np.zeros(len(arcs)), np.zeros(len(arcs))
+        for i, move in enumerate(arcs):
+            if regular and scale and move.target.is_even(hub.shape, p.mesh):
+                fixed[i], rate[i] = _affine(p.profile, p.mesh, move.kind, move.axes, move.target.shards(p.mesh))
+            else:
+                rate[i] = 0.0
+                fixed[i] = move_price(move, hub.shape, hub.element, p.mesh, p.profile)
+        return Table(
+            states, index, arcs,
+            np.array([index[m.source] for m in arcs], dtype=np.int64),
+            np.array([index[m.target] for m in arcs], dtype=np.int64),
+            fixed, rate,
+        )  # fmt: skip
+
+    def price(self, hub: Hub, table: Table) -> np.ndarray:
+        """Seconds of every arc of a hub."""
+        return table.fixed + table.rate * (math.prod(hub.shape) * hub.element)
+
+    def arcs_kept(self, hub: Hub, table: Table) -> np.ndarray:
+        """The arcs that some cheapest plan may need.
+
+        With one consumer two kinds are never needed.  Gathers and exchanges before a `transparent` consumer are put
+        off until after it.  A slice, which is free, of what a choice makes is given up where another choice makes
+        the slice itself from (free) slices of the same operands with no more compute.
+        """
+        keep = np.ones(len(table.moves), dtype=bool)
+        if len(hub.consumers) != 1:
+            return keep
+        producer, consumer = self.problem.variables[hub.source[0]], self.problem.variables[hub.consumers[0][0]]
+        key = (id(producer.choices), id(consumer.choices), consumer.transparent, producer.sole, id(table))
+        if key not in self.cache:
+            wanted = {c.operands[0] for c in consumer.choices} if consumer.transparent else set()
+            free = consumer.transparent and not consumer.compute.any()
+            given: dict[Spec, list[int]] = {}
+            for i, c in enumerate(producer.choices if producer.sole else ()):
+                given.setdefault(c.results[hub.source[1]], []).append(i)
+            for i, move in enumerate(table.moves):
+                if move.kind in ("all_gather", "all_to_all", "permute") or free:
+                    keep[i] = move.source not in wanted or (free and move.target not in wanted)
+                elif move.kind == "slice" and move.source in given and move.target in given:
+                    keep[i] = not all(
+                        any(_slices_to(producer, c, d) for d in given[move.target]) for c in given[move.source]
+                    )
+            self.cache[key] = keep
+        return self.cache[key]
+
+
+def _slices_to(v: Variable, c: int, d: int) -> bool:
+    """Whether choice ``d`` needs no more than slices of what choice ``c`` reads, and no more compute."""
+    return v.compute[d] <= v.compute[c] and all(
+        _slice_of(a, b) for a, b in zip(v.choices[c].operands, v.choices[d].operands, strict=True)
+    )
+
+
+def _slice_of(whole: Spec, part: Spec) -> bool:
+    if whole == part:
+        return True
+    for a, b in zip(whole.placements, part.placements, strict=True):
+        if a != b and not (isinstance(a, Replicate) and isinstance(b, Shard)):
+            return False
+    dims = {p.dim for p in whole.placements if isinstance(p, Shard)}
+    return all(part.axes_of(d)[: len(whole.axes_of(d))] == whole.axes_of(d) for d in dims)
+
+
+@functools.lru_cache(maxsize=4096)
+def _affine(profile: Profile, mesh: Mesh, kind: str, axes: tuple[str, ...], shards: int) -> tuple[float, float]:
+    """A move's price as ``fixed + rate * global bytes``, its result being cut into ``shards``."""
+    if kind == "slice":
+        return 0.0, 0.0
+    fixed = profile.collective(mesh, kind, axes, 0.0)
+    return fixed, profile.collective(mesh, kind, axes, 1.0 / shards) - fixed
+
+
+def is_partial(spec: Spec) -> bool:
+    return bool(spec.partial_axes())
