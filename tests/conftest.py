@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from gloo import Pool
 
 torch.set_num_threads(1)
