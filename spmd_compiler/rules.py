@@ -105,7 +105,10 @@ def define_default(function: RuleFunction) -> RuleFunction:
 
 
 def define(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a function ``node -> Rule`` (None: this use of the op has no rule) for overloads or packets."""
+    """Register a function ``node -> Rule`` (None: this use of the op has no rule) for overloads, packets or names.
+
+    A name (``"prims::fma"``) serves operators that may not be registered yet.
+    """
 
     def add(function: RuleFunction) -> RuleFunction:
         for op in ops:
@@ -151,8 +154,10 @@ def register_rule(op: Any, text: str, **kwargs: Any) -> None:
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of a node, found by overload, then by packet; None when there is none."""
-    function = RULES.get(node.target) or RULES.get(getattr(node.target, "overloadpacket", None))
+    """The rule of a node, found by overload, then by packet, then by name; None when there is none."""
+    schema = getattr(node.target, "_schema", None)
+    keys = (node.target, getattr(node.target, "overloadpacket", None), getattr(schema, "name", None))
+    function = next((RULES[k] for k in keys if k in RULES), None)
     values = [*results(node), *(o.meta["val"] for o in operands(node))]
     if any(any(not isinstance(s, int) for s in t.shape) for t in values if t is not None):
         return None
@@ -245,11 +250,12 @@ class Template:
                 f"rule {self.text!r} does not fit {node.target}: {len(given)} operands, {len(made)} results"
             )
         sizes: dict[str, int] = {}
-        for term, shape in zip(
-            self.operands + self.results, given + [()] * (len(self.operands) - len(given)) + made, strict=True
-        ):
+        terms = list(zip(self.operands + self.results, given + [()] * (len(self.operands) - len(given)) + made, strict=True))
+        for term, shape in terms:
             if shape or "..." not in term:
                 self._bind_sizes(term, shape, sizes)
+        for term, shape in terms:
+            self._bind_composite(term, shape, sizes)
         ops = tuple(self._dims(t, s, sizes) for t, s in zip(self.operands, given, strict=False))
         res = tuple(self._dims(t, s, sizes) for t, s in zip(self.results, made, strict=True))
         kept = tuple(g for g in linear if all(i < len(given) for i in g.operands))
@@ -271,6 +277,13 @@ class Template:
         for dim, n in zip(self._expand(term, len(shape)), shape, strict=False):
             if len(dim) == 1:
                 sizes[dim[0]] = max(sizes.get(dim[0], 1), int(n)) if n != 0 else 0
+
+    def _bind_composite(self, term: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+        """The one factor of a composite dim that stands nowhere alone."""
+        for dim, n in zip(self._expand(term, len(shape)), shape, strict=False):
+            unknown = [f for f in dim if f not in sizes]
+            if len(unknown) == 1:
+                sizes[unknown[0]] = int(n) // max(1, math.prod(sizes[f] for f in dim if f in sizes))
 
     def _dims(self, term: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
         dims = self._expand(term, len(shape))

@@ -389,3 +389,100 @@ for kind, dtype in (("bits", int64), ("uniform", float32), ("normal", float64), 
         lambda s, k=kind, t=dtype: [torch.tensor(7), 3, k, [8, 5], [0, 0], [8, 5], t, torch.device("cpu")],
         shards="d0 d1", drawn=True,
     )  # fmt: skip
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+flash, flash_back = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+def flash_backward(q, k, v, grad, causal, **mask):
+    out, lse = flash(q, k, v, 0.0, causal, **mask)
+    return [grad, q, k, v, out, lse, 0.0, causal]
+
+
+for causal in (False, True):
+    for q, kv in (((4, 2, 8, 4), (4, 2, 8, 4)), ((2, 8, 4, 4), (2, 4, 4, 4))):
+        heads = "" if q[1] == kv[1] == 2 else "g"
+        case(flash, lambda s, c=causal, q=q, kv=kv: [s.f(*q), s.f(*kv), s.f(*kv), 0.0, c], shards=f"b s t {heads}")
+        case(
+            flash_back,
+            lambda s, c=causal, q=q, kv=kv: flash_backward(s.f(*q), s.f(*kv), s.f(*kv), s.f(*q), c),
+            shards=f"b s t {heads}",
+        )
+for shape in ((8, 12), (1, 1, 8, 12), (4, 2, 8, 12)):
+    case(
+        flash, lambda s: [s.f(4, 2, 8, 4), s.f(4, 2, 12, 4), s.f(4, 2, 12, 4)],
+        lambda s, shape=shape: {"attn_mask": s.f(*shape)}, shards="b s t",
+    )  # fmt: skip
+mask = torch.linspace(-1, 1, 96, dtype=float64).reshape(8, 12)
+mask = torch.where(
+    torch.arange(12) < torch.tensor([[12, 1, 5, 6, 0, 3, 9, 12]]).T, mask, -math.inf
+)  # one row sees nothing
+case(
+    flash, lambda s: [s.f(4, 2, 8, 4), s.f(4, 2, 12, 4), s.f(4, 2, 12, 4)], lambda s: {"attn_mask": mask}, shards="b s t",
+)  # fmt: skip
+case(
+    flash_back,
+    lambda s: flash_backward(s.f(4, 2, 8, 4), s.f(4, 2, 12, 4), s.f(4, 2, 12, 4), s.f(4, 2, 8, 4), False, attn_mask=mask),
+    lambda s: {"attn_mask": mask}, shards="b s t",
+)  # fmt: skip
+case(flash, lambda s: [s.f(4, 2, 8, 4), s.f(4, 2, 8, 4), s.f(4, 2, 8, 4), 0.5], to=NO_RULE)
+
+# --- normalisation and windows ------------------------------------------------------------------------------
+
+
+def layer_norm_backward(grad, x, weight, bias):
+    _, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, 1e-5)
+    return [grad, x, [x.shape[-1]], mean, rstd, weight, bias, [True] * 3]
+
+
+def batch_norm_backward(grad, x, weight):
+    _, mean, rstd = aten.native_batch_norm(x, weight, None, None, None, True, 0.1, 1e-5)
+    return [grad, x, weight, None, None, mean, rstd, True, 1e-5, [True] * 3]
+
+
+case(aten.native_layer_norm.default, lambda s: [s.f(8, 5, 6), [6], s.f(6), s.f(6), 1e-5], shards="d0 d1")
+case(aten.native_layer_norm.default, lambda s: [s.f(8, 6), [6], None, None, 1e-5], shards="d0")
+case(
+    aten.native_layer_norm_backward.default,
+    lambda s: layer_norm_backward(s.f(8, 5, 6), s.f(8, 5, 6), s.f(6), s.f(6)), shards="d0 d1",
+)  # fmt: skip
+case(aten._fused_rms_norm.default, lambda s: [s.f(8, 6), [6], s.f(6), 1e-5], shards="d0")
+case(aten.native_batch_norm.default, lambda s: [s.f(3, 8, 2), s.f(8), None, None, None, True, 0.1, 1e-5], shards="c")
+case(
+    aten.native_batch_norm_backward.default,
+    lambda s: batch_norm_backward(s.f(3, 8, 2), s.f(3, 8, 2), s.f(8)),
+    shards="c",
+)
+for groups in (1, 4):
+    case(
+        aten.convolution.default,
+        lambda s, g=groups: [s.f(4, 8, 5), s.f(12, 8 // g, 3), s.f(12), [1], [1], [1], False, [0], g],
+        shards="n c o" if groups == 1 else "n q",
+    )
+    case(
+        aten.convolution_backward.default,
+        lambda s, g=groups: [
+            s.f(4, 12, 5), s.f(4, 8, 5), s.f(12, 8 // g, 3), [12], [1], [1], [1], False, [0], g, [True] * 3,
+        ],
+        shards="n c o" if groups == 1 else "n q",
+    )  # fmt: skip
+    case(
+        aten.convolution.default,
+        lambda s, g=groups: [s.f(4, 8, 5, 4), s.f(8, 12 // g, 3, 2), None, [2] * 2, [1] * 2, [1] * 2, True, [1, 0], g],
+        shards="n c o" if groups == 1 else "n q",
+    )
+case(
+    aten.convolution_backward.default,
+    lambda s: [s.f(4, 8, 3), s.f(4, 4, 5), s.f(8, 4, 3), None, [1], [0], [1], False, [0], 1, [False, True, False]],
+    shards="n c o",
+)
+case(aten.avg_pool2d.default, lambda s: [s.f(4, 8, 4, 4), [2, 2], [2, 2]], shards="d0 d1")
+case(aten.max_pool2d_with_indices.default, lambda s: [s.f(4, 8, 4, 4), [2, 2], [2, 2]], shards="d0 d1")
+case(aten._adaptive_avg_pool2d.default, lambda s: [s.f(8, 4, 4), [2, 1]], shards="d0")
+case(aten.upsample_nearest2d.default, lambda s: [s.f(4, 8, 3, 3), [6, 6]], shards="d0 d1")
+case(aten.upsample_nearest2d_backward.default, lambda s: [s.f(4, 8, 6, 6), [6, 6], [4, 8, 3, 3]], shards="d0 d1")

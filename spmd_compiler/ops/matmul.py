@@ -11,8 +11,8 @@ from .forms import first
 
 aten = torch.ops.aten
 
-rule(aten.mm.default, "m k, k n -> m n", linear=[[0], [1]], flops="m k n")
-rule(aten.bmm.default, "b m k, b k n -> b m n", linear=[[0], [1]], flops="b m k n")
+rule(aten.mm, "m k, k n -> m n", linear=[[0], [1]], flops="m k n")
+rule(aten.bmm, "b m k, b k n -> b m n", linear=[[0], [1]], flops="b m k n")
 rule(aten.dot.default, "k, k -> ", linear=[[0], [1]], flops="k")
 rule(aten.vdot.default, "k, k -> ", linear=[[0], [1]], flops="k")
 rule(aten.mv.default, "m k, k -> m", linear=[[0], [1]], flops="m k")

@@ -113,8 +113,11 @@ LINEAR: dict[object, Callable[[Node], Sequence[Sequence[int]]]] = {
     prims.imag.default: _first,
 }
 
-# operators that Inductor registers, by name: they may not exist yet
-LATE = {"prims::fma": lambda n: [[0, 2], [1, 2]] if len(operands(n)) == 3 else []}
+
+@define("prims::fma")
+def _(node: Node) -> Rule | None:
+    return pointwise(node, [[0, 2], [1, 2]] if len(operands(node)) == 3 else [])
+
 
 # not tagged as pointwise by torch, though they are
 UNTAGGED = """
@@ -141,9 +144,6 @@ def _(node: Node) -> Rule | None:
 @define_default
 def tagged(node: Node) -> Rule | None:
     """Any functional op that carries ``torch.Tag.pointwise``, a user's included."""
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    if name in LATE:
-        return pointwise(node, LATE[name](node))
     tags = getattr(node.target, "tags", ())
     if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or node.target._schema.is_mutable:
         return None

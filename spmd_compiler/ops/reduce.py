@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Emit, operands, results
-from ..rules import Rule, define, dims, fit
+from ..rules import Dims, Rule, define, dims, fit
 from .forms import constant, highest, lowest, padded, place, stacked
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -342,3 +342,38 @@ def _softmax_backward(e: Emit, grad: Node, out: Node, dim: int, dtype: torch.dty
     if made.meta["val"].dtype != dtype:
         made = e.call(prims.convert_element_type.default, made, dtype)
     return made
+
+
+# --- normalisations that reach us whole ---------------------------------------------------------------------
+
+
+@define(aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
+        aten._fused_rms_norm_backward.default)  # fmt: skip
+def _(node: Node) -> Rule | None:
+    """Leading dims are free, the normalised ones whole; gradients of weights are sums over the leading dims."""
+    x = node.args[0].meta["val"]
+    lead = x.dim() - len(argument(node, "normalized_shape"))
+
+    def term(t: torch.Tensor | None) -> Dims:
+        if t is None:
+            return ()
+        return dims("d", t.dim(), range(lead, t.dim())) if t.dim() == x.dim() else ((),) * t.dim()
+
+    backward = "backward" in node.target._schema.name
+    given = [o.meta["val"] for o in operands(node)]
+    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], [[0]] if backward else [])
+
+
+@define(aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default,
+        aten._batch_norm_with_update_functional.default, aten._native_batch_norm_legit_no_training.default,
+        aten.native_batch_norm_backward.default)  # fmt: skip
+def _(node: Node) -> Rule | None:
+    """Channels are free.  (Its decomposition is free in the batch too.)"""
+
+    def term(t: torch.Tensor | None) -> Dims:
+        if t is None or t.numel() == 0:
+            return () if t is None else ((),) * t.dim()
+        return (("c",),) if t.dim() == 1 else ((), ("c",), *((),) * (t.dim() - 2))
+
+    given = [o.meta["val"] for o in operands(node)]
+    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], even=True)
