@@ -250,7 +250,8 @@ class Template:
                 f"rule {self.text!r} does not fit {node.target}: {len(given)} operands, {len(made)} results"
             )
         sizes: dict[str, int] = {}
-        terms = list(zip(self.operands + self.results, given + [()] * (len(self.operands) - len(given)) + made, strict=True))
+        shapes = given + [()] * (len(self.operands) - len(given)) + made
+        terms = list(zip(self.operands + self.results, shapes, strict=True))
         for term, shape in terms:
             if shape or "..." not in term:
                 self._bind_sizes(term, shape, sizes)
@@ -361,6 +362,9 @@ def _placement(dims: Dims, pick: _OneAxis, operand: int | None, r: Rule) -> Any:
     return Replicate()
 
 
+_spec = functools.lru_cache(maxsize=65536)(Spec)
+
+
 def choices(
     r: Rule, mesh: Mesh, uneven: Collection[tuple[int, int]] = (), partial_ops: Collection[str] = ("sum",)
 ) -> tuple[Choice, ...]:
@@ -379,14 +383,9 @@ def choices(
             return True
         return factor not in composite and not r.even and (n, parts) in uneven
 
-    per_axis = [
-        [o for o in options if mesh[a] > 1 or o == _OneAxis()]
-        for a in mesh.axes
-    ]  # fmt: skip
-    per_axis = [
-        [o for o in opts if o.factor is None or divides(o.factor, (a,)) or len(mesh.axes) > 1]
-        for a, opts in zip(mesh.axes, per_axis, strict=True)
-    ]
+    per_axis = [[o for o in options if mesh[a] > 1 or o == _OneAxis()] for a in mesh.axes]
+    terms = [*((d, i) for i, d in enumerate(r.operands)), *((d, None) for d in r.results)]
+    placed = {o: tuple(_placement(d, o, i, r) for d, i in terms) for o in options}
     found: dict[tuple[Any, ...], Choice] = {}
     for combo in itertools.product(*per_axis):
         sharers: dict[str, list[str]] = {}
@@ -395,25 +394,18 @@ def choices(
                 sharers.setdefault(pick.factor, []).append(axis)
         if not all(divides(f, axes) for f, axes in sharers.items()):
             continue
-        ops = tuple(tuple(_placement(d, pick, i, r) for pick in combo) for i, d in enumerate(r.operands))
-        res = tuple(tuple(_placement(d, pick, None, r) for pick in combo) for d in r.results)
-        if any(len({p.reduce_op for p in t if isinstance(p, Partial)}) > 1 for t in (*ops, *res)):
+        placements = list(zip(*(placed[pick] for pick in combo), strict=True))
+        if any(len({p.reduce_op for p in t if isinstance(p, Partial)}) > 1 for t in placements):
             continue  # which reduction comes first would matter
         for orders in itertools.product(*(itertools.permutations(a) for a in sharers.values())):
-            nesting = tuple(o for o in orders if len(o) > 1)
-            order_of = dict(zip(sharers, orders, strict=True))
-
-            def spec(dims: Dims, placements: tuple[Any, ...], order_of: dict[str, Any] = order_of) -> Spec:
-                nests = tuple(order_of[d[0]] for d in dims if d and len(order_of.get(d[0], ())) > 1)
-                return Spec(mesh.axes, placements, nests)
-
-            choice = Choice(
-                tuple(spec(d, p) for d, p in zip(r.operands, ops, strict=True)),
-                tuple(spec(d, p) for d, p in zip(r.results, res, strict=True)),
-                tuple(order_of.items()),
+            shared = {f: o for f, o in zip(sharers, orders, strict=True) if len(o) > 1}
+            specs = tuple(
+                _spec(mesh.axes, p, tuple(shared[d[0]] for d in dims_ if d and d[0] in shared) if shared else ())
+                for (dims_, _), p in zip(terms, placements, strict=True)
             )
-            del nesting
-            found.setdefault((choice.operands, choice.results), choice)
+            n = len(r.operands)
+            if specs not in found:
+                found[specs] = Choice(specs[:n], specs[n:], tuple(zip(sharers, orders, strict=True)))
     return tuple(found.values())
 
 

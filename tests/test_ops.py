@@ -22,7 +22,7 @@ from spmd_compiler.placements import Mesh
 from spmd_compiler.rules import choices, emit_choice, rule_of
 
 MESHES = (Mesh({"a": 4}), Mesh({"a": 2, "b": 2}))
-MOST = 48  # choices tried on one mesh; beyond that, every k-th
+MOST = 96  # choices tried on one mesh; beyond that, every k-th
 
 
 def joint_node(op, args, kwargs):
