@@ -8,20 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from . import dynamo, passes
 from .capture import capture_graph
 from .cost import Profile, profile_of
 from .dtensors import device_mesh
-from .ir import Partitioned
 from .joint import Front, OutputIndex
-from .lower import Compiled, Groups, bind, compile_alone, compile_graph, expand_collectives, match_saved
-from .passes import split
+from .lower import compile_alone
 from .placements import SpmdError
-from .runtime import Halves, Runner, saved_values
-from .text import program_text
+from .runtime import Runner, compile_halves
 
 
 @dataclass(frozen=True)
@@ -66,42 +62,17 @@ def spmd(
     if front is None:
         return _plain(gm, example_inputs, chosen)
     program = passes.run(front.captured, passes.Options(chosen.profile, chosen.verify, chosen.lower))
-    return caller(front, runner(program, front, chosen.lower))
+    halves = compile_halves(program, front.device_mesh, chosen.lower)
+    run = Runner(
+        program, halves, front.device_mesh, is_global=front.is_global, differentiable=front.differentiable
+    )  # fmt: skip
+    return caller(front, run)
 
 
 def _plain(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> Callable[..., Any]:
     if options.lower == "eager":
         return gm.forward
     return compile_alone(gm, list(example_inputs))
-
-
-def runner(program: Partitioned, front: Front, how: str) -> Runner:
-    """Split, lower and wrap a partitioned program for this rank."""
-    halves = compile_halves(program, front.device_mesh, how, len(front.differentiable))
-    return Runner(
-        program, halves, front.device_mesh, is_global=front.is_global, differentiable=front.differentiable,
-        text=lambda: program_text(program),
-    )  # fmt: skip
-
-
-def compile_halves(program: Partitioned, mesh: DeviceMesh, how: str, tangents: int) -> Halves:
-    """Both halves of a program as code for this rank."""
-    groups = Groups(mesh)
-    forward, backward = split.run(program)
-    forward = expand_collectives(bind(forward, program.mesh, groups.coordinates), groups)
-    run_forward: Compiled = compile_graph(forward, how, is_inference=backward is None)
-    count = program.num_forward_outputs
-    saved = saved_values(forward, count)
-    if backward is None:
-        return Halves(run_forward, None, saved, [])
-    backward = expand_collectives(bind(backward, program.mesh, groups.coordinates), groups)
-    match_saved(forward, backward, count)
-    strides: list[tuple[int, ...] | None] = [None] * tangents
-    if how == "inductor" and tangents:
-        places = backward.graph.find_nodes(op="placeholder")[-tangents:]
-        strides = [tuple(n.meta["val"].stride()) for n in places]
-    run_backward = compile_graph(backward, how, is_backward=True)
-    return Halves(run_forward, run_backward, saved, strides)
 
 
 def caller(front: Front, run: Runner) -> Callable[..., Any]:

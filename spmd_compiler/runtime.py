@@ -6,9 +6,10 @@ like (mesh, placements, global shape) is worked out once, at compile time.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from .collectives import is_collective
 from .dtensors import dtensor_spec, on_mesh, placements_for, spec_of, wrap
 from .ir import Output, Partitioned
-from .lower import Compiled, Groups
+from .lower import Compiled, Groups, bind, compile_graph, expand_collectives, match_saved
+from .passes import split
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import bind_tree
+from .text import program_text
 
 
 @dataclass
@@ -62,17 +66,56 @@ class Halves:
     """The compiled forward and backward, and what passes between them.
 
     ``saved[i]`` says what value ``i`` of those that the backward takes is: ``("input", position)``,
-    ``("output", position)`` or ``("value", position)`` among the forward's results.  ``tangent_strides`` are those
-    that the backward was compiled for (None: any).
+    ``("output", position)`` or ``("value", position)`` among the forward's results.  The strides are those that each
+    half was compiled for, of all its arguments.  ``text`` lists what ranks must agree on beside the program's text.
     """
 
     forward: Compiled
     backward: Compiled | None
     saved: list[tuple[str, int]]
-    tangent_strides: list[tuple[int, ...] | None]
+    forward_strides: list[tuple[int, ...] | None]
+    backward_strides: list[tuple[int, ...] | None]
+    text: str = ""
 
 
-def saved_values(forward: Any, num_outputs: int) -> list[tuple[str, int]]:
+def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
+    """Both halves of a program as code for this rank."""
+    forward, backward = split.run(program)
+    count = program.num_forward_outputs
+    saved = saved_values(forward, count)
+    names = [", ".join(n.name for n in g.graph.nodes if is_collective(n)) for g in (forward, backward) if g]
+    forward = _for_this_rank(forward, program, mesh)
+    run_forward = compile_graph(forward, how, is_inference=backward is None)
+    if backward is None:
+        return Halves(run_forward, None, saved, _strides(forward), [], "\n".join(names))
+    backward = _for_this_rank(backward, program, mesh)
+    match_saved(forward, backward, count)
+    strides = _strides(backward)
+    run_backward = compile_graph(backward, how, is_backward=True)
+    return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names))
+
+
+def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
+    """A program as one piece of code, which returns gradients beside outputs."""
+    graph = GraphModule(program.graph, copy.deepcopy(program.graph.graph))
+    graph = _for_this_rank(graph, program, mesh)
+    strides = _strides(graph)
+    return Halves(compile_graph(graph, how, is_inference=True), None, [], strides, [])
+
+
+def _for_this_rank(gm: GraphModule, program: Partitioned, mesh: DeviceMesh | None) -> GraphModule:
+    if mesh is None:
+        return bind(gm, program.mesh, {})
+    groups = Groups(mesh)
+    return expand_collectives(bind(gm, program.mesh, groups.coordinates), groups)
+
+
+def _strides(gm: GraphModule) -> list[tuple[int, ...] | None]:
+    values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
+    return [tuple(map(int, v.stride())) if isinstance(v, torch.Tensor) else None for v in values]
+
+
+def saved_values(forward: GraphModule, num_outputs: int) -> list[tuple[str, int]]:
     """What the forward graph saves for the backward (see `Halves.saved`)."""
     inputs = {n: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     returned: Sequence[Node] = forward.graph.output_node().args[0]
@@ -103,9 +146,8 @@ class Runner:
         *,
         is_global: Sequence[bool],
         differentiable: Sequence[int],
-        text: Callable[[], str] = str,
     ) -> None:
-        self.program, self.halves, self.mesh, self.text = program, halves, mesh, text
+        self.program, self.halves, self.mesh = program, halves, mesh
         self.checked = mesh is None or not dist.is_initialized() or mesh.size() == 1
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.seed = next((k for k, i in enumerate(self.inputs) if i.kind == "seed"), None)
@@ -176,7 +218,8 @@ class Runner:
 
     def forward(self, placed: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The wrapped forward outputs, and everything that the forward graph returned."""
-        found = self.halves.forward([local_of(t) for t in placed])
+        strides = self.halves.forward_strides
+        found = self.halves.forward([laid_out(local_of(t), s) for t, s in zip(placed, strides, strict=True)])
         outs = []
         for value, slot, wrapped, output in zip(
             found, self.out_slots, self.wrapped, self.program.outputs[: self.count], strict=False
@@ -196,7 +239,7 @@ class Runner:
         """Before the first step: every rank runs the same program, and draws from the same random state."""
         assert self.mesh is not None
         group = whole_group(self.mesh)
-        text = self.text()
+        text = program_text(self.program) + self.halves.text
         state = _digest(bytes(torch.get_rng_state().tolist())) if self.seed is not None else ""
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, (_digest(text.encode()), state), group=group)
@@ -269,11 +312,10 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
-        values = [local_of(t) for t in ctx.saved_tensors]
-        for k, slot, stride in zip(
-            runner.differentiable, runner.tangent_slots, runner.halves.tangent_strides, strict=True
-        ):
-            values.append(_local_tangent(tangents[k], slot, stride))
+        strides = iter(runner.halves.backward_strides)
+        values = [laid_out(local_of(t), stride) for t, stride in zip(ctx.saved_tensors, strides, strict=False)]
+        for k, slot in zip(runner.differentiable, runner.tangent_slots, strict=True):
+            values.append(laid_out(_local_tangent(tangents[k], slot), next(strides)))
         assert runner.halves.backward is not None
         found = list(runner.halves.backward(values))
         del values
@@ -300,8 +342,8 @@ def _wrapped_gradient(local: torch.Tensor, like: Any, runner: Runner, k: int, ou
     return slot.wrap(local)
 
 
-def _local_tangent(tangent: Any, slot: Slot | None, stride: tuple[int, ...] | None) -> torch.Tensor:
-    """The local piece of a tangent, redistributed and laid out as the backward expects it."""
+def _local_tangent(tangent: Any, slot: Slot | None) -> torch.Tensor:
+    """The local piece of a tangent, redistributed as the backward expects it."""
     if slot is not None:
         if tangent is None:
             tangent = slot.wrap(_zeros(slot))
@@ -312,7 +354,7 @@ def _local_tangent(tangent: Any, slot: Slot | None, stride: tuple[int, ...] | No
         elif not slot.spec.is_replicated():
             with torch.no_grad():
                 tangent = slot.place(tangent)
-    return laid_out(local_of(tangent), stride)
+    return local_of(tangent)
 
 
 def laid_out(value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
