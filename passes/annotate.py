@@ -28,7 +28,8 @@ def run(captured: Captured) -> Captured:
     * ``meta["region"]`` marks the nodes of local regions, and every output that follows an input has its spec.
     """
     graph = Graph()
-    graph.output(graph.graph_copy(captured.graph.graph, (env := {})))
+    env: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(captured.graph.graph, env))
     for old, new in env.items():
         new.meta = dict(old.meta)
         source_line(new)

@@ -209,7 +209,7 @@ class _Builder:
                 specs = [Spec.replicate(self.mesh)]
             else:
                 made = self.problem.variables[self.index[source]].choices
-                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if not is_partial(s)]
+                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if s is not None and not is_partial(s)]
                 specs = specs or [Spec.replicate(self.mesh)]
             index = len(self.problem.variables)
             self.problem.variables.append(
@@ -242,8 +242,12 @@ class _Builder:
         if node.op != "call_function" or getattr(node.target, "is_view", False):
             return 0.0
         used, made = operands(node), results(node)
-        traffic = sum(nbytes(o.meta["val"]) / s.shards(self.mesh) for o, s in zip(used, c.operands, strict=True))
-        traffic += sum(nbytes(v) / s.shards(self.mesh) for v, s in zip(made, c.results, strict=True) if v is not None)
+        pieces = [nbytes(o.meta["val"]) / s.shards(self.mesh) for o, s in zip(used, c.operands, strict=True)]
+        pieces += [
+            nbytes(v) / s.shards(self.mesh)
+            for v, s in zip(made, c.results, strict=True) if v is not None and s is not None
+        ]  # fmt: skip
+        traffic = sum(pieces)
         element = next((v.element_size() for v in made if v is not None), 4)
         flops = self._flops(r, c)
         seconds = self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)

@@ -143,7 +143,8 @@ class Spec:
         """The spec of ``{axis: placement}`` (axes not named are Replicate), of a sequence in axis order, or a Spec.
 
         Where axes share a dim, a sequence nests as DTensor does (the first axis is outermost), a mapping the other
-        way round (the last axis is outermost, so that FSDP over TP can gather ``dp`` alone).  Negative dims are normalised.  Raises `SpmdError` for an unknown axis, a dim out of range, or a wrong
+        way round (the last axis is outermost, so that FSDP over TP can gather ``dp`` alone).  Negative dims are
+        normalised.  Raises `SpmdError` for an unknown axis, a dim out of range, or a wrong
         number of placements.
         """
         if isinstance(placements, Spec):

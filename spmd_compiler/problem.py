@@ -88,6 +88,7 @@ class Tables:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.cache: dict[object, Table] = {}
+        self.kept: dict[object, np.ndarray] = {}
         self.by_choices: dict[object, Table] = {}
 
     def of(self, hub: Hub) -> Table:
@@ -103,7 +104,7 @@ class Tables:
     def _find(self, hub: Hub) -> Table:
         p = self.problem
         producer, result = hub.source
-        made = {c.results[result] for c in p.variables[producer].choices}
+        made = {s for c in p.variables[producer].choices if (s := c.results[result]) is not None}
         seen = made | {c.operands[i] for k, i in hub.consumers for c in p.variables[k].choices}
         options = tuple(tuple(sorted({s.placements[i] for s in seen}, key=str)) for i in range(len(p.mesh.axes)))
         even = tuple(
@@ -164,10 +165,10 @@ class Tables:
             return keep
         producer, consumer = self.problem.variables[hub.source[0]], self.problem.variables[hub.consumers[0][0]]
         key = (id(producer.choices), id(consumer.choices), consumer.transparent, producer.sole, id(table))
-        if key not in self.cache:
+        if key not in self.kept:
             wanted = {c.operands[0] for c in consumer.choices} if consumer.transparent else set()
             free = consumer.transparent and not consumer.compute.any()
-            given: dict[Spec, list[int]] = {}
+            given: dict[Spec | None, list[int]] = {}
             for i, c in enumerate(producer.choices if producer.sole else ()):
                 given.setdefault(c.results[hub.source[1]], []).append(i)
             for i, move in enumerate(table.moves):
@@ -177,8 +178,8 @@ class Tables:
                     keep[i] = not all(
                         any(_slices_to(producer, c, d) for d in given[move.target]) for c in given[move.source]
                     )
-            self.cache[key] = keep
-        return self.cache[key]
+            self.kept[key] = keep
+        return self.kept[key]
 
 
 def _slices_to(v: Variable, c: int, d: int) -> bool:

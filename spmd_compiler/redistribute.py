@@ -178,6 +178,8 @@ def plan(
 
 def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
     """Write one move of the local value ``x`` (global ``shape``) to the graph."""
+    size: IntExpr = 0
+    total: IntExpr = 0
     if move.kind == "permute":
         order = list(move.axes)
         changed = next(n for n in move.target.nesting if set(n) == set(order))
@@ -186,8 +188,6 @@ def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
         return e.call(coll.permute, x, dim, size, order, list(changed), [e.mesh[a] for a in order])
     (axis,) = move.axes
     old, new, parts = move.source[axis], move.target[axis], e.mesh[axis]
-    size: IntExpr = 0
-    total: IntExpr = 0
     if isinstance(new, Shard):
         size = move.target.local_shape(shape, e.mesh)[new.dim]
     if isinstance(old, Shard):

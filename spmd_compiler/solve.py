@@ -27,6 +27,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
@@ -115,9 +116,9 @@ class Model:
         self.equal_rows += len(first)
         return [first[lead] for lead in self.leader]
 
-    def _end(self, variable: int, table: Table, specs: list[Spec | None]) -> tuple[np.ndarray, np.ndarray]:
+    def _end(self, variable: int, table: Table, specs: Sequence[Spec | None]) -> tuple[np.ndarray, np.ndarray]:
         """The columns of a variable at a hub, and the state that each makes or wants."""
-        at = np.array([table.index[s] for s in specs], dtype=np.int64)[self.choice_of[variable]]
+        at = np.array([table.index[s] for s in specs if s is not None], dtype=np.int64)[self.choice_of[variable]]
         return self.group[variable] + np.arange(len(at)), at
 
     def _add_hub(self, hub: Hub, table: Table) -> None:
@@ -213,7 +214,9 @@ def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
     return picks, integral
 
 
-def _branch(model: Model, cost, equal, rhs, less, scale: float) -> tuple[np.ndarray, float]:
+def _branch(
+    model: Model, cost: np.ndarray, equal: Any, rhs: np.ndarray, less: Any, scale: float
+) -> tuple[np.ndarray, float]:
     """Branch and bound over the choices (moves follow them): a plan and a bound of every plan."""
     constraints = [LinearConstraint(equal, rhs, rhs)]
     if less is not None:
@@ -238,6 +241,7 @@ def _tree(problem: Problem, hub: Hub, table: Table, picks: Sequence[int]) -> dic
     """
     n, r = hub.source
     origin = problem.variables[n].choices[picks[n]].results[r]
+    assert origin is not None
     wanted = sorted({problem.variables[k].choices[picks[k]].operands[i] for k, i in hub.consumers} - {origin}, key=str)
     if not wanted:
         return {}
@@ -248,7 +252,8 @@ def _tree(problem: Problem, hub: Hub, table: Table, picks: Sequence[int]) -> dic
     best: tuple[float, dict[Spec, Move]] | None = None
     orders = itertools.permutations(wanted) if len(wanted) <= 4 else [tuple(wanted)]
     for order in orders:
-        total, tree = 0.0, {}
+        total = 0.0
+        tree: dict[Spec, Move] = {}
         for goal in order:
             path = _path(table, price, leaving, {origin, *tree}, goal)
             if path is None:

@@ -10,11 +10,11 @@ soon as their arguments are numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
-IntExpr = int | sympy.Expr
+IntExpr: TypeAlias = int | sympy.Expr
 
 
 def piece(n: int, parts: int, index: int) -> tuple[int, int]:

@@ -138,11 +138,11 @@ def _fused(
     whole = "t" + (" s" if argument(node, "is_causal", False) else "")
 
     def form(e: Emit, *args: Any, **kwargs: Any) -> Any:
-        args = list(args)
+        given = list(args)
         for name, factor in (("max_q", "s"), ("max_k", "t")):
-            if name in schema[: len(args)]:
-                args[schema.index(name)] = e.size(factor)
-        return e.call(node.target, *args, **kwargs)
+            if name in schema[: len(given)]:
+                given[schema.index(name)] = e.size(factor)
+        return e.call(node.target, *given, **kwargs)
 
     return attention(node, ops, made, products, whole, form=form, **fields)
 

@@ -332,7 +332,7 @@ def _masked_fill(node: Node) -> Rule | None:
 
     def form(e: Emit, x: Node, indices: Sequence[Node], value: Node, *_: Any) -> Node:
         (mask,) = indices
-        for _ in range(len(whole) - n):
+        for _axis in range(len(whole) - n):
             mask = e.call(aten.unsqueeze.default, mask, mask.meta["val"].dim())
         return e.call(aten.where.self, mask, e.call(aten.reshape.default, value, []), x)
 
