@@ -27,7 +27,7 @@ MOST = 96  # choices tried on one mesh; beyond that, every k-th
 
 def joint_node(op, args, kwargs):
     """A graph of one node with fake values, the node, and the real tensors of its operands in order."""
-    mode, graph, made, reals = FakeTensorMode(), Graph(), {}, []
+    mode, graph, made = FakeTensorMode(), Graph(), {}
 
     def place(x):
         if not isinstance(x, torch.Tensor):

@@ -10,9 +10,9 @@ import pytest
 
 from spmd_compiler.cost import PROFILES
 from spmd_compiler.placements import Mesh
+from spmd_compiler.problem import Hub, Problem, Variable
 from spmd_compiler.redistribute import move_price, moves
 from spmd_compiler.rules import Choice, Linear, Rule, choices
-from spmd_compiler.problem import Hub, Problem, Variable
 from spmd_compiler.solve import solve
 
 PROFILE = PROFILES["h100"]
