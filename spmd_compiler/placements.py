@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -103,33 +103,41 @@ class Spec:
     axes: tuple[str, ...]
     placements: tuple[Placement, ...]
     nesting: tuple[tuple[str, ...], ...] = ()
+    sharding: dict[int, tuple[str, ...]] = field(init=False, repr=False, compare=False)
+    _partial: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.placements):
             raise SpmdError(f"{len(self.placements)} placements for {len(self.axes)} mesh axes {self.axes}")
+        # torch's placements have a slow metaclass: the kinds are told apart by type, and once for each spec
         shared: dict[int, list[str]] = {}
+        partial = []
         for axis, p in zip(self.axes, self.placements, strict=True):
-            if isinstance(p, Shard):
+            if type(p) is Shard:
                 if p.dim < 0:
                     raise SpmdError(f"Shard({p.dim}) on axis {axis!r}: a spec's dims are counted from 0")
                 shared.setdefault(p.dim, []).append(axis)
-            elif isinstance(p, Partial):
+            elif type(p) is Partial:
+                partial.append(axis)
                 if p.reduce_op not in REDUCE_OPS:
                     raise SpmdError(f"Partial({p.reduce_op}) on axis {axis!r}: use one of {', '.join(REDUCE_OPS)}")
-            elif not isinstance(p, Replicate):
+            elif type(p) is not Replicate:
                 raise SpmdError(f"{p!r} on axis {axis!r} is not Shard, Replicate or Partial")
         given = {frozenset(n): tuple(n) for n in self.nesting}
-        canonical = []
+        sharding = {}
         for dim in sorted(shared):
-            if len(shared[dim]) > 1:
-                canonical.append(given.pop(frozenset(shared[dim]), tuple(shared[dim])))
+            axes = tuple(shared[dim])
+            sharding[dim] = given.pop(frozenset(axes), axes) if len(axes) > 1 else axes
         if given:
             raise SpmdError(f"nesting {tuple(given.values())} does not match the placements {self.placements}")
-        object.__setattr__(self, "nesting", tuple(canonical))
+        object.__setattr__(self, "nesting", tuple(axes for axes in sharding.values() if len(axes) > 1))
+        object.__setattr__(self, "sharding", sharding)
+        object.__setattr__(self, "_partial", tuple(partial))
         object.__setattr__(self, "_hash", hash((self.axes, str(self.placements), self.nesting)))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (self.axes, self.placements, self.nesting)  # a hash is good for one process only
@@ -181,19 +189,13 @@ class Spec:
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes on which ``dim`` is sharded, outermost first."""
-        axes = tuple(
-            a for a, p in zip(self.axes, self.placements, strict=True) if isinstance(p, Shard) and p.dim == dim
-        )
-        if len(axes) > 1:
-            members = frozenset(axes)
-            return next(n for n in self.nesting if frozenset(n) == members)
-        return axes
+        return self.sharding.get(dim, ())
 
     def partial_axes(self) -> tuple[str, ...]:
-        return tuple(a for a, p in zip(self.axes, self.placements, strict=True) if isinstance(p, Partial))
+        return self._partial
 
     def is_replicated(self) -> bool:
-        return all(isinstance(p, Replicate) for p in self.placements)
+        return not self.sharding and not self._partial
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[IntExpr, ...]:
         """The local sizes of a value of global ``shape``; symbolic where ranks differ."""
@@ -222,7 +224,7 @@ class Spec:
 
     def shards(self, mesh: Mesh) -> int:
         """Into how many pieces the value is cut."""
-        return math.prod(mesh[a] for a, p in zip(self.axes, self.placements, strict=True) if isinstance(p, Shard))
+        return math.prod(mesh[a] for axes in self.sharding.values() for a in axes)
 
     def __repr__(self) -> str:
         parts = []

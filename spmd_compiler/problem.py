@@ -193,10 +193,9 @@ def _slice_of(whole: Spec, part: Spec) -> bool:
     if whole == part:
         return True
     for a, b in zip(whole.placements, part.placements, strict=True):
-        if a != b and not (isinstance(a, Replicate) and isinstance(b, Shard)):
+        if a != b and not (type(a) is Replicate and type(b) is Shard):
             return False
-    dims = {p.dim for p in whole.placements if isinstance(p, Shard)}
-    return all(part.axes_of(d)[: len(whole.axes_of(d))] == whole.axes_of(d) for d in dims)
+    return all(part.axes_of(d)[: len(axes)] == axes for d, axes in whole.sharding.items())
 
 
 @functools.lru_cache(maxsize=4096)

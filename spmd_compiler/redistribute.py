@@ -59,18 +59,10 @@ def _ceil_shape(spec: Spec, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]
 def _with(spec: Spec, axis: str, placement: Shard | Replicate) -> Spec:
     """``spec`` with another placement on ``axis``, which becomes the innermost of its dim."""
     placements = tuple(placement if a == axis else p for a, p in zip(spec.axes, spec.placements, strict=True))
-    nesting = []
-    for group in {spec.axes_of(p.dim) for p in spec.placements if isinstance(p, Shard)}:
-        rest = tuple(a for a in group if a != axis)
-        if isinstance(placement, Shard) and rest and spec[rest[0]] == placement:
-            rest += (axis,)
-        if len(rest) > 1:
-            nesting.append(rest)
-    if isinstance(placement, Shard) and not any(axis in n for n in nesting):
-        others = [a for a in spec.axes_of(placement.dim) if a != axis]
-        if others:
-            nesting.append((*others, axis))
-    return Spec(spec.axes, placements, tuple(nesting))
+    sharding = {d: tuple(a for a in axes if a != axis) for d, axes in spec.sharding.items()}
+    if type(placement) is Shard:
+        sharding[placement.dim] = (*sharding.get(placement.dim, ()), axis)
+    return Spec(spec.axes, placements, tuple(axes for axes in sharding.values() if len(axes) > 1))
 
 
 def moves(spec: Spec, shape: tuple[int, ...], mesh: Mesh, uneven: Collection[tuple[int, int]] = ()) -> list[Move]:
@@ -85,20 +77,20 @@ def moves(spec: Spec, shape: tuple[int, ...], mesh: Mesh, uneven: Collection[tup
         return shape[dim] % parts == 0 or (shape[dim], parts) in uneven
 
     for axis, p in zip(spec.axes, spec.placements, strict=True):
-        if mesh[axis] == 1 and isinstance(p, Replicate):
+        if mesh[axis] == 1 and type(p) is Replicate:
             continue
-        if isinstance(p, Shard) and spec.axes_of(p.dim)[-1] != axis:
+        if type(p) is Shard and spec.axes_of(p.dim)[-1] != axis:
             continue
         targets: list[Shard | Replicate] = [Shard(d) for d in range(len(shape)) if may_shard(d, axis)]
-        if not isinstance(p, Replicate):
+        if type(p) is not Replicate:
             targets.append(Replicate())
         for t in targets:
             if t == p:
                 continue
-            if isinstance(p, Partial):
-                kind = "all_reduce" if isinstance(t, Replicate) else "reduce_scatter"
-            elif isinstance(p, Shard):
-                kind = "all_gather" if isinstance(t, Replicate) else "all_to_all"
+            if type(p) is Partial:
+                kind = "all_reduce" if type(t) is Replicate else "reduce_scatter"
+            elif type(p) is Shard:
+                kind = "all_gather" if type(t) is Replicate else "all_to_all"
             else:
                 kind = "slice"
             found.append(Move(kind, (axis,), spec, _with(spec, axis, t)))
@@ -145,7 +137,7 @@ def plan(
 
     Raises `SpmdError` where there is none (nothing moves into ``Partial``).
     """
-    if any(isinstance(t, Partial) and s != t for s, t in zip(source.placements, target.placements, strict=True)):
+    if any(type(t) is Partial and s != t for s, t in zip(source.placements, target.placements, strict=True)):
         raise SpmdError(f"no redistribution leads from {source} to {target}: a value can't be made partial")
     # sizes that the two ends themselves cut unevenly may be cut so on the way
     ends = set(uneven)
@@ -188,9 +180,9 @@ def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
         return e.call(coll.permute, x, dim, size, order, list(changed), [e.mesh[a] for a in order])
     (axis,) = move.axes
     old, new, parts = move.source[axis], move.target[axis], e.mesh[axis]
-    if isinstance(new, Shard):
+    if type(new) is Shard:
         size = move.target.local_shape(shape, e.mesh)[new.dim]
-    if isinstance(old, Shard):
+    if type(old) is Shard:
         total = move.target.local_shape(shape, e.mesh)[old.dim]
     if move.kind == "all_reduce":
         return e.call(coll.all_reduce, x, axis, parts, old.reduce_op)

@@ -395,7 +395,7 @@ def choices(
         if not all(divides(f, axes) for f, axes in sharers.items()):
             continue
         placements = list(zip(*(placed[pick] for pick in combo), strict=True))
-        if any(len({p.reduce_op for p in t if isinstance(p, Partial)}) > 1 for t in placements):
+        if any(len({p.reduce_op for p in t if type(p) is Partial}) > 1 for t in placements):
             continue  # which reduction comes first would matter
         for orders in itertools.product(*(itertools.permutations(a) for a in sharers.values())):
             shared = {f: o for f, o in zip(sharers, orders, strict=True) if len(o) > 1}
