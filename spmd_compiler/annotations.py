@@ -111,18 +111,23 @@ torch.library.register_autograd("spmd::to_local", _to_local_backward, setup_cont
 torch.library.register_autograd("spmd::from_local", _from_local_backward, setup_context=_save_specs, lib=_LIB)
 
 
-_tracing = False
+_tracing: Mesh | None = None
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Within, `constrain` is an operator even where torch doesn't know that a program is being captured."""
+def tracing(mesh: Mesh) -> Iterator[None]:
+    """Within, annotations are operators even where torch doesn't know that a program is being captured."""
     global _tracing
-    before, _tracing = _tracing, True
+    before, _tracing = _tracing, mesh
     try:
         yield
     finally:
         _tracing = before
+
+
+def traced_mesh() -> Mesh | None:
+    """The mesh for which a program is being captured ahead of time."""
+    return _tracing
 
 
 def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Placement] | Placement) -> torch.Tensor:
@@ -131,7 +136,7 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
     In a program that this compiler makes, ``x`` is placed so (Replicate on axes not named) at this point, for
     its cost in communication.  In eager a DTensor is redistributed and a plain tensor returned as it is.
     """
-    if torch.compiler.is_compiling() or _tracing:
+    if torch.compiler.is_compiling() or _tracing is not None:
         return torch.ops.spmd.constrain(x, _text(placements, x.dim()))
     if isinstance(x, DTensor):
         spec = Spec.of(Mesh.of(x.device_mesh), placements, x.dim())

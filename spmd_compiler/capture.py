@@ -232,11 +232,13 @@ def _fake_of(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
 class _Function(torch.nn.Module):
     """A user's function of one flat tuple of tensors: state first, then inputs."""
 
-    def __init__(self, owner: torch.nn.Module | None, function: Callable[..., Any], state: Sequence[str]) -> None:
+    def __init__(
+        self, owner: torch.nn.Module | None, function: Callable[..., Any], state: Sequence[str], mesh: Mesh
+    ) -> None:
         super().__init__()
         object.__setattr__(self, "owner", owner)  # not a submodule: its parameters are arguments
         object.__setattr__(self, "function", function)
-        self.state = list(state)
+        self.state, self.mesh = list(state), mesh
         self.call: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]] = lambda x: (tuple(x), {})
         self.backward = False
         self.out_tree: Any = None
@@ -245,7 +247,7 @@ class _Function(torch.nn.Module):
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.state)
         args, kwargs = self.call(flat[count:])
-        with UserLines(), tracing():
+        with UserLines(), tracing(self.mesh):
             if self.owner is not None:
                 values = dict(zip(self.state, flat, strict=False))
                 out = torch.func.functional_call(self.owner, values, args, kwargs)
@@ -290,7 +292,7 @@ def capture_function(
 
     known = detect_fake_mode([*state.values(), *(v for _, v in tensors)])
     fake_mode = known or FakeTensorMode(allow_non_fake_inputs=True)
-    function = _Function(owner, model_or_fn, list(state))
+    function = _Function(owner, model_or_fn, list(state), mesh)
     function.backward = backward
 
     def call(flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,26 @@ def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Ha
     return Halves(compile_graph(graph, how, is_inference=True), None, [], strides, [])
 
 
+def direct(program: Partitioned, binding: Any, mesh: DeviceMesh | None, how: str, backward: bool) -> Callable[..., Any]:
+    """A captured function on this rank: its result, and with ``backward`` a pair (result, {name: gradient}).
+
+    ``binding`` is the `capture.Binding` of the function.  Parameters are taken from its module at each call.
+    """
+    halves = compile_whole(program, mesh, how)
+    outputs = program.outputs
+    count = sum(o.kind == "output" for o in outputs)
+    runner = Runner(program, halves, mesh, is_global=[True] * count, differentiable=[])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = runner.everything(binding.flatten(args, kwargs))
+        result = binding.unflatten_outputs([v for v, o in zip(found, outputs, strict=True) if o.kind == "output"])
+        if not backward:
+            return result
+        return result, {o.name: v for v, o in zip(found, outputs, strict=True) if o.kind == "grad"}
+
+    return call
+
+
 def _for_this_rank(gm: GraphModule, program: Partitioned, mesh: DeviceMesh | None) -> GraphModule:
     if mesh is None:
         return bind(gm, program.mesh, {})
@@ -190,6 +210,30 @@ class Runner:
             assert out.of is not None
             self._write_back(tensors[out.of], placed[out.of], outs[k], k in self.differentiable)
         return [x for x, o in zip(outs, self.program.outputs, strict=False) if o.kind == "output"]
+
+    def everything(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Run a program compiled whole: all outputs, gradients included, in their order.
+
+        They are DTensors if an argument is one, or if they are not replicated.
+        """
+        if self.seed is not None:
+            tensors = [*tensors[: self.seed], self._draw(), *tensors[self.seed :]]
+        if not self.checked:
+            self._check_agreement()
+        with torch.no_grad():
+            placed = [self._placed(t, s) for t, s in zip(tensors, self.slots, strict=True)]
+            strides = self.halves.forward_strides
+            found = self.halves.forward([laid_out(local_of(t), s) for t, s in zip(placed, strides, strict=True)])
+        distributed = any(isinstance(t, DTensor) for t in tensors)
+        outs = []
+        for value, slot, output in zip(found, self.out_slots, self.program.outputs, strict=True):
+            if slot is not None and (distributed or not slot.spec.is_replicated()):
+                value = slot.wrap(value)
+            if output.kind == "mutation":
+                assert output.of is not None
+                self._write_back(tensors[output.of], placed[output.of], value, with_grad=False)
+            outs.append(value)
+        return outs
 
     def _placed(self, tensor: torch.Tensor, slot: Slot | None) -> torch.Tensor:
         if slot is None:

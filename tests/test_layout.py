@@ -26,7 +26,7 @@ LEVELS = (
     ("passes",),
     ("dynamo", "joint"),
     ("joint",),
-    ("capture", "lower"),
+    ("capture", "local_map", "lower"),
     ("runtime",),
     ("parallelize",),
     ("backend", "program"),
