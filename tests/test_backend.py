@@ -397,6 +397,7 @@ def check_submesh():
 def check_direct(lower):
     """A program planned ahead of time, called without Dynamo: plain or distributed arguments, gradients beside."""
     mesh = mesh_of(dp=2, tp=2)
+    torch.manual_seed(0)
     x = torch.randn(6, 8)
 
     class Loss(nn.Module):
@@ -408,7 +409,6 @@ def check_direct(lower):
             out = self.net(x)
             return out.square().sum(), F.dropout(out, 0.0)
 
-    torch.manual_seed(0)
     reference = Loss(Net())
     model = copy.deepcopy(reference)
     placements = {f"net.{k}": v for k, v in NET.items()}
