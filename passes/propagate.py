@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from ..collectives import KINDS, axes_of, is_collective
 from ..cost import Profile
-from ..ir import Captured, is_getitem, nbytes, operands, producer, results, source_line
+from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..placements import Mesh, Spec, SpmdError
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..redistribute import Move
@@ -51,6 +51,7 @@ class _Builder:
         self.hubs: dict[tuple[Node, int, str], Hub] = {}
         self.partial: dict[tuple[Node, int], frozenset[str]] = {}
         self.fallback: list[str] = []
+        self.tangents: dict[int, Node] = {}  # by the output they belong to
         self.shared: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
         self.uneven = self._uneven()
         self.problem.uneven = self.uneven
@@ -59,7 +60,7 @@ class _Builder:
         inputs = iter(self.captured.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._add(node, self._free(results(node), next(inputs).spec, node), [])
+                self._add_input(node, next(inputs))
             elif node.op == "get_attr":
                 if results(node):
                     self._add(node, replicated(node), [])
@@ -108,19 +109,23 @@ class _Builder:
         out = next(n for n in reversed(self.graph.nodes) if n.op == "output")
         return list(out.args[0]) if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
 
-    def _free(
-        self, values: tuple[torch.Tensor | None, ...], spec: Spec | None, node: Node
-    ) -> tuple[Choice, ...] | Rule:
-        """A value of the user's placement, or of any even placement where there is none."""
-        if not values:
-            return (Choice((), ()),)
+    def _add_input(self, node: Node, given: Input) -> None:
+        """An input has the user's placement, or any even one; a tangent has that of its output (`_add_outputs`)."""
+        if not results(node):
+            return self._add(node, (Choice((), ()),), [])
+        spec, j = given.spec, node.meta.get("of")
+        if given.kind == "tangent" and j is not None:
+            spec = spec or self.captured.outputs[j].spec
         if spec is not None:
-            if is_partial(spec) and node.op != "placeholder":
-                raise SpmdError(f"{node.name} ({source_line(node)}): {spec} asks for a partial value")
-            return (Choice((), (spec,)),)
-        letters = tuple((f"d{i}",) for i in range(values[0].dim()))
-        sizes = {f"d{i}": int(n) for i, n in enumerate(values[0].shape)}
-        return Rule((), (letters,), sizes)
+            domain: tuple[Choice, ...] = (Choice((), (spec,)),)
+        else:
+            letters = tuple((f"d{i}",) for i in range(node.meta["val"].dim()))
+            sizes = {f"d{i}": int(n) for i, n in enumerate(node.meta["val"].shape)}
+            domain = choices(Rule((), (letters,), sizes), self.mesh, self.uneven)
+        if given.kind == "tangent" and j is not None:
+            domain = tuple(Choice(c.results, c.results) for c in domain)
+            self.tangents[j] = node
+        return self._add(node, domain, [])
 
     def _add(self, node: Node, domain: Rule | tuple[Choice, ...], used: list[Node]) -> None:
         """Add a node with its domain, and itself as consumer of what it uses."""
@@ -198,22 +203,32 @@ class _Builder:
 
     def _add_outputs(self) -> list[int | None]:
         sinks: list[int | None] = []
-        for value, out in zip(self._flat_outputs(), self.captured.outputs, strict=True):
+        for j, (value, out) in enumerate(zip(self._flat_outputs(), self.captured.outputs, strict=True)):
             if not isinstance(value, Node) or not results(value):
                 sinks.append(None)
                 continue
             source, r = producer(value)
             if out.spec is not None:
+                if is_partial(out.spec):
+                    raise SpmdError(f"output {out.name!r} ({source_line(value)}): {out.spec} asks for a partial value")
                 specs = [out.spec]
             elif value.meta.get("region") or source.meta.get("region"):
                 specs = [Spec.replicate(self.mesh)]
             else:
                 made = self.problem.variables[self.index[source]].choices
-                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if s is not None and not is_partial(s)]
+                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if not is_partial(s)]
                 specs = specs or [Spec.replicate(self.mesh)]
             index = len(self.problem.variables)
+            if j in self.tangents:
+                tangent = self.problem.variables[self.index[self.tangents[j]]]
+                allowed = {c.results[0] for c in tangent.choices}
+                specs = [s for s in specs if s in allowed] or sorted(allowed, key=str)
+                kept = results(source)[r]
+                self.hubs[self.tangents[j], 0, "tie"] = Hub(
+                    (index, 0), [(self.index[self.tangents[j]], 0)], tuple(kept.shape), kept.element_size(), tied=True
+                )
             self.problem.variables.append(
-                Variable(out.name, tuple(Choice((s,), ()) for s in specs), np.zeros(len(specs)))
+                Variable(out.name, tuple(Choice((s,), (s,)) for s in specs), np.zeros(len(specs)))
             )
             self._want(value, (index, 0), value.meta.get("phase", "forward"))
             sinks.append(index)

@@ -37,12 +37,16 @@ class Variable:
 
 @dataclass
 class Hub:
-    """A value in one phase: who makes it (variable, result) and who wants it (variable, operand)."""
+    """A value in one phase: who makes it (variable, result) and who wants it (variable, operand).
+
+    A ``tied`` hub allows no move: its ends have one spec.
+    """
 
     source: tuple[int, int]
     consumers: list[tuple[int, int]]
     shape: tuple[int, ...]
     element: int
+    tied: bool = False
 
 
 @dataclass
@@ -160,8 +164,8 @@ class Tables:
         off until after it.  A slice, which is free, of what a choice makes is given up where another choice makes
         the slice itself from (free) slices of the same operands with no more compute.
         """
-        keep = np.ones(len(table.moves), dtype=bool)
-        if len(hub.consumers) != 1:
+        keep = np.full(len(table.moves), not hub.tied)
+        if hub.tied or len(hub.consumers) != 1:
             return keep
         producer, consumer = self.problem.variables[hub.source[0]], self.problem.variables[hub.consumers[0][0]]
         key = (id(producer.choices), id(consumer.choices), consumer.transparent, producer.sole, id(table))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .collectives import Collective, collectives
 from .cost import Profile
 from .ir import Partitioned, nbytes, results
 from .placements import Mesh, Spec, SpmdError
+from .runtime import direct
 from .text import program_text
 from .verify import simulate_outputs, verify
 
@@ -114,6 +115,15 @@ class Program:
             if o.kind == "grad" and o.of is not None and v is not None
         }
         return result, grads
+
+    def compile(self, device_mesh: Any = None, lower: str = "inductor") -> Callable[..., Any]:
+        """This rank's callable, without Dynamo and its guards.
+
+        ``device_mesh`` is a torch ``DeviceMesh`` of the program's shape (None: only for a mesh of one device).  It
+        takes what the program takes, as DTensors or global tensors, and gives the result, or with ``backward`` a
+        pair ``(result, {name: gradient})``.
+        """
+        return direct(self.local, self.binding, device_mesh, lower, self.backward)
 
     def __repr__(self) -> str:
         return (

@@ -38,6 +38,9 @@ from .problem import Hub, Problem, Solution, Table, Tables
 from .redistribute import Move, move_price
 
 INTEGRAL = 1e-6
+SCALE = 1e3  # the dearest column's price as the program sees it
+NOISE = 1e-5
+MANY = 300_000  # columns
 
 
 # --- the linear program ---------------------------------------------------------------------------------------
@@ -166,6 +169,11 @@ class Model:
             self.less.append((rows, np.concatenate([flow + np.arange(count), x]), np.repeat([1.0, -1.0], count)))
             self.less_rows += count
 
+    def most_active(self) -> int:
+        """How many columns a plan can have at one: its choices, and a path of moves to each consumer."""
+        axes = len(self.problem.mesh.axes)
+        return len(set(self.leader)) + sum(len(h.consumers) for h in self.problem.hubs) * (axes + 1)
+
     def matrices(self) -> tuple[np.ndarray, coo_matrix, np.ndarray, coo_matrix | None]:
         def build(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]], rows: int) -> coo_matrix:
             r, c, v = (np.concatenate(x) for x in zip(*parts, strict=True))
@@ -179,21 +187,30 @@ def solve(problem: Problem) -> Solution:
     """The cheapest solution with a proven bound.  Raises `SpmdError` where no plan exists."""
     model = Model(problem)
     cost, equal, rhs, less = model.matrices()
-    scale = max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
-    limits = np.zeros(model.less_rows) if less is not None else None
+    scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
+    # equal prices make the simplex stall: a little noise, the same in every run, parts them
+    noise = (NOISE if model.columns < MANY else 10 * NOISE) * np.random.default_rng(0).random(model.columns)
     found = linprog(
-        cost * (1e3 / scale), A_ub=less, b_ub=limits, A_eq=equal, b_eq=rhs, bounds=(0, None), method="highs-ds",
+        cost * scale + noise,
+        A_ub=less,
+        b_ub=np.zeros(model.less_rows) if less is not None else None,
+        A_eq=equal,
+        b_eq=rhs,
+        bounds=(0, None),
+        method="highs-ds",
         options={"presolve": False},
-    )  # fmt: skip
+    )
     if found.status == 2:
         raise SpmdError("the placements given contradict each other: no plan satisfies all of them")
     if not found.success:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
-    bound = found.fun * scale / 1e3
-    values = found.x
-    picks, integral = _picks(model, values)
-    if not integral:
-        values, bound = _branch(model, cost, equal, rhs, less, scale)
+    picks, integral = _picks(model, found.x)
+    if integral:
+        # every plan costs at least the noisy optimum less the noise on its own columns
+        bound = max(found.fun - float(noise.max(initial=0.0)) * model.most_active(), 0.0) / scale
+    else:
+        values, bound = _branch(model, cost * scale, equal, rhs, less)
+        bound /= scale
         picks, _ = _picks(model, values)
     trees = [_tree(problem, hub, table, picks) for hub, table in zip(problem.hubs, model.hub_tables, strict=True)]
     compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, picks, strict=True))
@@ -214,21 +231,19 @@ def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
     return picks, integral
 
 
-def _branch(
-    model: Model, cost: np.ndarray, equal: Any, rhs: np.ndarray, less: Any, scale: float
-) -> tuple[np.ndarray, float]:
+def _branch(model: Model, cost: np.ndarray, equal: Any, rhs: np.ndarray, less: Any) -> tuple[np.ndarray, float]:
     """Branch and bound over the choices (moves follow them): a plan and a bound of every plan."""
     constraints = [LinearConstraint(equal, rhs, rhs)]
     if less is not None:
         constraints.append(LinearConstraint(less, -np.inf, 0.0))
     whole = (np.arange(model.columns) < model.choices).astype(int)
     found = milp(
-        cost * (1e3 / scale), constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
+        cost, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
         options={"time_limit": 120.0, "mip_rel_gap": 0.0},
     )  # fmt: skip
     if found.x is None:
         raise RuntimeError(f"branch and bound found no plan: {found.message}")
-    return found.x, found.mip_dual_bound * scale / 1e3
+    return found.x, found.mip_dual_bound
 
 
 # --- trees ----------------------------------------------------------------------------------------------------
