@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ..ir import Emit, operands, results
 from ..rules import Linear, Rule, define, parse_rule
-from .forms import constant
+from .forms import constant, positions
 from .reduce import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -45,14 +45,7 @@ def attention(node: Node, ops: list[str], res: list[str], products: int, whole: 
 
 def _causal(e: Emit, q: Node) -> Node:
     """The additive causal mask of the local queries and keys."""
-    val = q.meta["val"]
-    places = [
-        e.call(
-            prims.iota.default, e.size(f), start=e.offset(f), step=1, dtype=torch.int64, device=val.device,
-            requires_grad=False,
-        )
-        for f in "st"
-    ]  # fmt: skip
+    places = [positions(e, f, q) for f in "st"]
     seen = e.call(aten.le.Tensor, places[1], e.call(aten.unsqueeze.default, places[0], 1))
     return e.call(aten.where.self, seen, constant(e, 0.0, q), constant(e, -math.inf, q))
 

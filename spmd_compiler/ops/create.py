@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from ..ir import Emit, operands
 from ..rules import Rule, define, dims, fit
+from .forms import positions
 from .reduce import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -79,10 +80,7 @@ def _(node: Node) -> Rule | None:
         if not e.axes("d0"):
             return e.call(node.target, *args, **kwargs)
         val = node.meta["val"]
-        place = e.call(
-            prims.iota.default, e.size("d0"), start=e.offset("d0"), step=1, dtype=torch.int64, device=val.device,
-            requires_grad=False,
-        )  # fmt: skip
+        place = positions(e, "d0", node)
         if val.dtype.is_floating_point:
             place = e.call(prims.convert_element_type.default, place, torch.float64)
         scaled = e.call(aten.add.Tensor, e.call(aten.mul.Tensor, place, step), start)
@@ -97,13 +95,7 @@ def _(node: Node) -> Rule | None:
 def _(node: Node) -> Rule | None:
     def form(e: Emit, *args: Any, **kwargs: Any) -> Node:
         val = node.meta["val"]
-        rows, columns = (
-            e.call(
-                prims.iota.default, e.size(f), start=e.offset(f), step=1, dtype=torch.int64, device=val.device,
-                requires_grad=False,
-            )
-            for f in ("d0", "d1")
-        )  # fmt: skip
+        rows, columns = (positions(e, f, node) for f in ("d0", "d1"))
         same = e.call(aten.eq.Tensor, e.call(aten.unsqueeze.default, rows, 1), columns)
         return e.call(prims.convert_element_type.default, same, val.dtype)
 

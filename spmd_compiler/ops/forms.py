@@ -12,7 +12,7 @@ from .. import collectives as coll
 from ..ir import Emit
 from ..symbolic import IntExpr, chunk, coordinate
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def lowest(dtype: torch.dtype) -> Any:
@@ -87,6 +87,14 @@ def local_index(e: Emit, index: Node, factor: str, wrap: bool = False) -> tuple[
         e.call(aten.lt.Scalar, local, e.size(factor)),
     )
     return e.call(aten.where.self, inside, local, constant(e, 0, local)), inside
+
+
+def positions(e: Emit, factor: str, like: Node, dtype: torch.dtype = torch.int64) -> Node:
+    """The global indices of a factor's local elements."""
+    return e.call(
+        prims.iota.default, e.size(factor), start=e.offset(factor), step=1, dtype=dtype,
+        device=like.meta["val"].device, requires_grad=False,
+    )  # fmt: skip
 
 
 def both(e: Emit, a: Node | None, b: Node | None) -> Node | None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ..ir import Emit, is_tensor, operands
 from ..rules import ANY_OP, Dims, Rule, define, dims, fit
-from .forms import both, constant, first, local_index, padded, uneven, zero_unless
+from .forms import both, constant, first, local_index, padded, positions, uneven, zero_unless
 from .reduce import argument
 
 aten = torch.ops.aten
@@ -174,8 +174,7 @@ def _(node: Node) -> Rule | None:
 def _compared(e: Emit, x: Node, dim: int, index: Node, value: Any) -> Node:
     """One element a row is set: a comparison with the positions of this device's elements."""
     val = index.meta["val"]
-    here = e.call(aten.arange.default, e.size("v"), dtype=val.dtype, device=val.device)
-    here = e.call(aten.add.Tensor, here, e.offset("v"))
+    here = positions(e, "v", index, val.dtype)
     here = e.call(aten.reshape.default, here, [-1 if i == dim else 1 for i in range(val.dim())])
     hit = e.call(aten.eq.Tensor, here, index)
     if not isinstance(value, Node):

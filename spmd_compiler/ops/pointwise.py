@@ -41,6 +41,11 @@ def _first(node: Node) -> list[list[int]]:
     return [[0]]
 
 
+def _quotient(node: Node) -> list[list[int]]:
+    """Integers are divided with rounding."""
+    return [[0]] if node.meta["val"].dtype.is_floating_point else []
+
+
 def _sum(node: Node) -> list[list[int]]:
     """Linear in both terms together; a scalar term would be added once for each device."""
     terms = [a for a in node.args[:2] if isinstance(a, Node) and is_tensor(a.meta.get("val"))]
@@ -106,7 +111,7 @@ LINEAR: dict[object, Callable[[Node], Sequence[Sequence[int]]]] = {
     prims.add.default: _sum,
     prims.sub.default: _sum,
     prims.mul.default: _each,
-    prims.div.default: _first,
+    prims.div.default: _quotient,
     prims.neg.default: _first,
     prims.where.default: _where,
     prims.real.default: _first,
@@ -133,8 +138,9 @@ UNTAGGED = """
     *(getattr(prims, name) for name in UNTAGGED.split() if hasattr(prims, name)),
     aten._to_copy, aten.masked_fill, aten.where, aten.leaky_relu_backward, aten.hardtanh_backward, aten.hardswish,
     aten.hardswish_backward, aten.hardsigmoid_backward, aten.elu_backward, aten.softplus_backward,
-    aten.log_sigmoid_backward, aten.logit_backward, aten.polar, aten.complex, aten.isin.Tensor_Scalar,
-    aten.isnan,
+    aten.log_sigmoid_backward, aten.logit_backward, aten.polar, aten.complex,
+    aten.isnan, aten.hardshrink_backward, aten.softshrink_backward, aten.mish_backward, aten.floor_divide,
+    aten._prelu_kernel, aten._prelu_kernel_backward, aten.fill, aten.isin.Tensor_Scalar,
 )  # fmt: skip
 def _(node: Node) -> Rule | None:
     linear = LINEAR.get(node.target)

@@ -144,7 +144,7 @@ def _(node: Node) -> Rule | None:
     """Each device finds its own first extreme; values and global positions are gathered and compared."""
     gone = reduced_dims(node)
     x = node.args[0].meta["val"]
-    if argument(node, "dim") is None or not gone or x.dtype.is_complex:
+    if argument(node, "dim") is None or not gone or x.dtype.is_complex or x.dtype == torch.bool:
         return reduction(node, whole=frozenset(f"r{i}" for i in gone))
     return reduction(node, reduce=all_of(gone, "none"), form=_position)
 

@@ -212,11 +212,14 @@ def _(node: Node) -> Rule | None:
 
 
 @define(aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unfold.default,
-        aten.narrow_copy.default, aten.split_with_sizes_copy.default, aten.split_copy.Tensor)  # fmt: skip
+        aten.narrow_copy.default, aten.unsafe_split.Tensor,
+        aten.split_with_sizes_copy.default, aten.split_copy.Tensor)  # fmt: skip
 def _(node: Node) -> Rule | None:
     dim = argument(node, "dim", argument(node, "dimension"))
     if node.target is not aten.unfold.default:
         return along_others(node, [dim])
+    if node.args[0].meta["val"].dim() == 0:
+        return None
     whole = dims("d", node.args[0].meta["val"].dim(), [dim % node.args[0].meta["val"].dim()])
     return moved(node, [whole], [(*whole, ())])
 

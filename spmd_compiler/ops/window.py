@@ -92,9 +92,12 @@ LINEAR = """
     _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward upsample_nearest1d upsample_nearest2d
     upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward upsample_bilinear2d_backward
     upsample_bicubic2d_backward reflection_pad1d reflection_pad2d replication_pad2d reflection_pad2d_backward
-    adaptive_avg_pool1d
+    adaptive_avg_pool1d upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward
+    max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward replication_pad1d replication_pad3d
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward reflection_pad3d
+    reflection_pad1d_backward reflection_pad3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
 """
-OTHERS = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d"
+OTHERS = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d"
 PRIMS = ("prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_pool_offsets_to_indices")
 
 
@@ -102,7 +105,7 @@ PRIMS = ("prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_poo
 def _(node: Node) -> Rule | None:
     """The dims before the windowed ones are free."""
     name = node.target._schema.name.split("::")[1]
-    windowed = next((int(c) for c in "123" if f"{c}d" in name), 2)
+    windowed = next((int(c) for c in "123" if f"{c}d" in name), 0) or len(node.args[1])
     given = [o.meta["val"] for o in operands(node)]
     if not given or given[0].dim() <= windowed:
         return None
@@ -112,7 +115,7 @@ def _(node: Node) -> Rule | None:
 
     def form(e: Emit, *args: Any, **kwargs: Any) -> Any:
         sizes = argument(node, "input_size")
-        if sizes is not None:
+        if sizes is not None and len(sizes) == node.meta["val"].dim():  # of the whole result
             at = [a.name for a in node.target._schema.arguments].index("input_size")
             args = (*args[:at], list(e.shape()), *args[at + 1 :])
         return e.call(node.target, *args, **kwargs)
