@@ -76,13 +76,14 @@ class Halves:
     forward_strides: list[tuple[int, ...] | None]
     backward_strides: list[tuple[int, ...] | None]
     text: str = ""
+    watched: Sequence[int] = ()  # inputs of which a view or a copy is saved: a change of theirs must be noticed
 
 
 def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
     """Both halves of a program as code for this rank."""
     forward, backward = split.run(program)
     count = program.num_forward_outputs
-    saved = saved_values(forward, count)
+    saved, watched = saved_values(forward, count), watched_inputs(forward, count)
     names = [", ".join(n.name for n in g.graph.nodes if is_collective(n)) for g in (forward, backward) if g]
     forward = _for_this_rank(forward, program, mesh)
     run_forward = compile_graph(forward, how, is_inference=backward is None)
@@ -92,7 +93,7 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
     match_saved(forward, backward, count)
     strides = _strides(backward)
     run_backward = compile_graph(backward, how, is_backward=True)
-    return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names))
+    return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names), watched)
 
 
 def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
@@ -149,6 +150,18 @@ def saved_values(forward: GraphModule, num_outputs: int) -> list[tuple[str, int]
         else:
             found.append(("value", num_outputs + i))
     return found
+
+
+def watched_inputs(forward: GraphModule, num_outputs: int) -> list[int]:
+    """The inputs whose views or redistributed copies the forward saves, by position."""
+    inputs = {n: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    found = set()
+    for node in forward.graph.output_node().args[0][num_outputs:]:
+        while isinstance(node, Node) and (is_collective(node) or getattr(node.target, "is_view", False)):
+            node = node.args[0]
+        if node in inputs:
+            found.add(inputs[node])
+    return sorted(found)
 
 
 class Runner:
@@ -348,7 +361,8 @@ class _Run(torch.autograd.Function):
             *(o for k, o in enumerate(outs) if isinstance(o, torch.Tensor) and k not in runner.differentiable)
         )
         sources = {"input": placed, "output": outs, "value": found}
-        ctx.save_for_backward(*(sources[kind][k] for kind, k in runner.halves.saved))
+        watched = (placed[k] for k in runner.halves.watched)
+        ctx.save_for_backward(*(sources[kind][k] for kind, k in runner.halves.saved), *watched)
         ctx.likes = [(t._spec if isinstance(t, DTensor) else None) for t in placed]
         ctx.strides = {k: local_of(placed[k]).stride() for k in runner.needs_grad}
         return tuple(outs)
@@ -357,7 +371,8 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
         strides = iter(runner.halves.backward_strides)
-        values = [laid_out(local_of(t), stride) for t, stride in zip(ctx.saved_tensors, strides, strict=False)]
+        saved = ctx.saved_tensors[: len(runner.halves.saved)]
+        values = [laid_out(local_of(t), stride) for t, stride in zip(saved, strides, strict=False)]
         for k, slot in zip(runner.differentiable, runner.tangent_slots, strict=True):
             values.append(laid_out(_local_tangent(tangents[k], slot), next(strides)))
         assert runner.halves.backward is not None
