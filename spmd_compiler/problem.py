@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from .cost import Profile
 from .placements import Mesh, Spec
-from .redistribute import Move, move_price, moves
+from .redistribute import LOCAL, Move, move_price, moves
 from .rules import Choice
 
 
@@ -205,7 +205,7 @@ def _slice_of(whole: Spec, part: Spec) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _affine(profile: Profile, mesh: Mesh, kind: str, axes: tuple[str, ...], shards: int) -> tuple[float, float]:
     """A move's price as ``fixed + rate * global bytes``, its result being cut into ``shards``."""
-    if kind == "slice":
+    if kind in LOCAL:
         return 0.0, 0.0
     fixed = profile.collective(mesh, kind, axes, 0.0)
     return fixed, profile.collective(mesh, kind, axes, 1.0 / shards) - fixed

@@ -56,9 +56,9 @@ class Program:
 
     @property
     def gap(self) -> float:
-        """``(price - proven lower bound) / price``; 0.0 when the plan is proven cheapest."""
+        """``(price - proven lower bound) / price``; 0.0 when the two agree to five millionths."""
         gap = (self.local.price - self.local.bound) / self.local.price if self.local.price else 0.0
-        return 0.0 if gap < 1e-6 else gap
+        return 0.0 if gap < 5e-6 else gap
 
     @property
     def placements(self) -> dict[str, Spec | None]:

@@ -9,6 +9,7 @@ A move changes one axis by at most one collective:
 ``S(d) -> S(e)``   all_to_all, if the axis is innermost of ``d``; it becomes innermost of ``e``
 ``R -> S(d)``      a local slice, the axis becoming innermost of ``d``
 nesting            permute: the axes that share ``d`` change order (even pieces)
+size 1             an axis of one device changes its placement for nothing
 =================  ====================================================================================
 
 `plan` is a shortest path over specs, so what several moves cost together is weighed, not each alone.
@@ -33,12 +34,14 @@ from .ir import Emit
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import IntExpr, length, offset
 
+LOCAL = ("slice", "relabel")  # moves that no other device takes part in
+alias_op = torch.ops.aten.alias.default
 slice_op = torch.ops.aten.slice.Tensor
 
 
 @dataclass(frozen=True)
 class Move:
-    """One step between specs.  ``kind`` is a collective's name or ``"slice"``."""
+    """One step between specs.  ``kind`` is a collective's name, ``"slice"`` or ``"relabel"``."""
 
     kind: str
     axes: tuple[str, ...]
@@ -77,9 +80,8 @@ def moves(spec: Spec, shape: tuple[int, ...], mesh: Mesh, uneven: Collection[tup
         return shape[dim] % parts == 0 or (shape[dim], parts) in uneven
 
     for axis, p in zip(spec.axes, spec.placements, strict=True):
-        if mesh[axis] == 1 and type(p) is Replicate:
-            continue
-        if type(p) is Shard and spec.axes_of(p.dim)[-1] != axis:
+        alone = mesh[axis] == 1
+        if type(p) is Shard and spec.axes_of(p.dim)[-1] != axis and not alone:
             continue
         targets: list[Shard | Replicate] = [Shard(d) for d in range(len(shape)) if may_shard(d, axis)]
         if type(p) is not Replicate:
@@ -87,7 +89,9 @@ def moves(spec: Spec, shape: tuple[int, ...], mesh: Mesh, uneven: Collection[tup
         for t in targets:
             if t == p:
                 continue
-            if type(p) is Partial:
+            if alone:
+                kind = "relabel"
+            elif type(p) is Partial:
                 kind = "all_reduce" if type(t) is Replicate else "reduce_scatter"
             elif type(p) is Shard:
                 kind = "all_gather" if type(t) is Replicate else "all_to_all"
@@ -111,8 +115,8 @@ def result_bytes(move: Move, shape: Sequence[int], element: int, mesh: Mesh) -> 
 
 
 def move_price(move: Move, shape: Sequence[int], element: int, mesh: Mesh, profile: Profile) -> float:
-    """Seconds of one move: its collective; a slice is a view and free."""
-    if move.kind == "slice":
+    """Seconds of one move: its collective; a slice is a view and free, like a relabelling."""
+    if move.kind in LOCAL:
         return 0.0
     size = result_bytes(move, shape, element, mesh)
     return profile.collective(mesh, move.kind, move.axes, size)
@@ -178,6 +182,8 @@ def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
         dim = move.source[order[0]].dim
         size = move.target.local_shape(shape, e.mesh)[dim]
         return e.call(coll.permute, x, dim, size, order, list(changed), [e.mesh[a] for a in order])
+    if move.kind == "relabel":
+        return e.call(alias_op, x)
     (axis,) = move.axes
     old, new, parts = move.source[axis], move.target[axis], e.mesh[axis]
     if type(new) is Shard:

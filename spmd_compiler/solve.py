@@ -39,8 +39,6 @@ from .redistribute import Move, move_price
 
 INTEGRAL = 1e-6
 SCALE = 1e3  # the dearest column's price as the program sees it
-NOISE = 1e-5
-MANY = 300_000  # columns
 
 
 # --- the linear program ---------------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def solve(problem: Problem) -> Solution:
     cost, equal, rhs, less = model.matrices()
     scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
     # equal prices make the simplex stall: a little noise, the same in every run, parts them
-    noise = (NOISE if model.columns < MANY else 10 * NOISE) * np.random.default_rng(0).random(model.columns)
+    noise = _noise(model.columns) * np.random.default_rng(0).random(model.columns)
     found = linprog(
         cost * scale + noise,
         A_ub=less,
@@ -219,6 +217,11 @@ def solve(problem: Problem) -> Solution:
         for hub, tree in zip(problem.hubs, trees, strict=True) for m in tree.values()
     )  # fmt: skip
     return Solution(picks, trees, compute, price, min(bound, price), model.columns)
+
+
+def _noise(columns: int) -> float:
+    """How much noise a program of that size wants: little, for it loosens the bound."""
+    return 0.0 if columns < 50_000 else 1e-6 if columns < 300_000 else 1e-4
 
 
 def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:

@@ -13,8 +13,8 @@ from torch.fx import Node
 from . import collectives as coll
 from . import simulate
 from .ir import Partitioned, operands, results, source_line
-from .placements import Spec, SpmdError
-from .redistribute import slice_op
+from .placements import Mesh, Spec, SpmdError
+from .redistribute import alias_op, slice_op
 from .rules import Rule, rule_of
 from .symbolic import bind_tree
 
@@ -46,7 +46,7 @@ def derive(local: Partitioned) -> None:
                 f"{_where(node)}: local shape {tuple(node.meta['val'].shape)}, {spec} gives {expected}"
             )
         if "value" in node.meta:
-            _check_move(node)
+            _check_move(node, local.mesh)
         elif node.op == "call_function" and "choice" in node.meta:
             _check_choice(node, joint[node.meta["origin"]])
 
@@ -55,7 +55,7 @@ def _where(node: Node) -> str:
     return f"{node.name} ({source_line(node)})"
 
 
-def _check_move(node: Node) -> None:
+def _check_move(node: Node, mesh: Mesh) -> None:
     source, target = node.args[0].meta["spec"], node.meta["spec"]
     changed = [a for a in source.axes if source[a] != target[a]]
     if node.target is coll.permute:
@@ -73,6 +73,8 @@ def _check_move(node: Node) -> None:
         coll.all_to_all: isinstance(old, Shard) and isinstance(new, Shard),
         slice_op: isinstance(old, Replicate) and isinstance(new, Shard),
     }.get(node.target, False)
+    if node.target is alias_op and mesh[axis] == 1:
+        return
     inner = not isinstance(old, Shard) or source.axes_of(old.dim)[-1] == axis
     innermost = not isinstance(new, Shard) or target.axes_of(new.dim)[-1] == axis
     if isinstance(old, Partial) and legal:
