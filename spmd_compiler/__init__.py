@@ -13,7 +13,7 @@ from torch.distributed.tensor import (
 
 from .annotations import constrain
 from .collectives import Collective
-from .cost import Link, Profile
+from .cost import PROFILES, Link, Profile
 from .local_map import local_map
 from .parallelize import parallelize
 from .placements import Mesh, Spec, SpmdError
@@ -21,6 +21,7 @@ from .program import Program, export
 from .rules import register_rule
 
 __all__ = [
+    "PROFILES",
     "Collective",
     "DTensor",
     "DeviceMesh",

@@ -25,7 +25,7 @@ from . import dynamo
 from .annotations import tracing
 from .dtensors import on_mesh, spec_of
 from .ir import Captured, Input
-from .joint import Front, OutputIndex, UserLines, assemble, is_tangent, trace
+from .joint import Front, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
 from .placements import Mesh, Spec, SpmdError
 
 aten = torch.ops.aten
@@ -96,6 +96,7 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
 
     wrapped, taken = _specialised(gm, placeholders, returned)
     examples = [_static(placeholders[i].meta["example_value"], fake_mode) for i in taken]
+    check_dense(examples)
     joint = trace(wrapped, examples)
 
     named = []
@@ -206,12 +207,18 @@ def named_state(owner: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def _signature(owner: torch.nn.Module | None, function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(owner.forward if owner is not None else function)
+    try:
+        return inspect.signature(owner.forward if owner is not None else function)
+    except ValueError:  # a builtin: its inputs are args.0, args.1...
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def named_inputs(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """``(name, leaf)`` of every leaf of a call's arguments: ``ids``, ``args.0``, ``batch.ids``."""
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise SpmdError(f"the arguments do not fit the program's signature {signature}: {error}") from None
     found: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
         variadic = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -288,6 +295,7 @@ def capture_function(
     given = named_inputs(signature, args, kwargs)
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [(n, v) for n, v in given if isinstance(v, torch.Tensor)]
+    check_dense([v for _, v in tensors])
     positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
 
     known = detect_fake_mode([*state.values(), *(v for _, v in tensors)])

@@ -11,6 +11,7 @@ import functools
 import operator
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,10 @@ import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
@@ -84,8 +86,32 @@ class OutputIndex:
 
 
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
-    with contextlib.ExitStack() as stack:
-        return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
+    """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
+    try:
+        with contextlib.ExitStack() as stack:
+            return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
+    except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        raise SpmdError(
+            f"{_user_line(error)}: {str(error) or type(error).__name__} gives a shape or a number that depends on "
+            "data, which a program planned ahead can't have; mask instead (torch.where, masked_fill, a weight of 0), or "
+            "compute it outside the compiled function"
+        ) from error
+
+
+def check_dense(values: Sequence[Any]) -> None:
+    """Raise `SpmdError` for sparse tensors."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise SpmdError(
+                f"an argument of shape {tuple(value.shape)} is {str(value.layout).removeprefix('torch.')}: sparse "
+                "tensors have no placement; give it as to_dense(), or keep it outside the compiled function"
+            )
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the program"
 
 
 class UserLines(TorchFunctionMode):

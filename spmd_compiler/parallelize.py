@@ -46,7 +46,8 @@ def parallelize(model: torch.nn.Module, mesh: Any, placements: Mapping[str, Any]
     ``placements`` maps qualified names or globs of them to ``{axis: placement}``, a sequence in axis order, or one
     placement on a mesh of one axis; what is not named is replicated.  Where a dict shards one dim on several axes,
     the last mesh axis is outermost (FSDP over TP).  Tied tensors stay tied, names in ``state_dict`` stay.  Values are
-    those of rank 0.  Modules on ``meta`` are initialised by their ``reset_parameters``, with the same draws as on one device.
+    those of rank 0.  Modules on ``meta`` are initialised by their ``reset_parameters``, with the same draws as on one
+    device.
 
     Raises `SpmdError` for a name that nothing has, a dim out of range, and a mesh without the axis.
     """

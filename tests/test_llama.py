@@ -97,6 +97,22 @@ def test_fsdp_gathers_each_parameter_once_a_phase():
     assert {kind for _, kind, _ in found} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+def test_megatron_reduces_twice_a_layer_and_phase():
+    config = Config(vocab=256, dim=128, layers=3, heads=4, kv_heads=2, ffn=352, length=16)
+    with torch.device("meta"):
+        model = Llama(config)
+    ids = torch.zeros(2, config.length, dtype=torch.int64, device="meta")
+    program = spmd.export(model, (ids, ids), mesh={"tp": 2}, placements=TP, backward=True, profile="bytes")
+    assert {c.kind for c in program.collectives} == {"all_reduce"}
+    large = Counter(c.phase for c in program.collectives if c.shape == (2, config.length, config.dim))
+    assert large == {"forward": 2 * config.layers + 1, "backward": 2 * config.layers + 1}  # the embedding, the head
+    rest = [c.shape for c in program.collectives if c.shape != (2, config.length, config.dim)]
+    assert max(torch.Size(s).numel() for s in rest) == 2 * config.length  # the loss: one value a token
+    # the price is that of what is in the text
+    prices = [spmd.PROFILES["bytes"].collective(program.mesh, c.kind, (c.axis,), c.bytes) for c in program.collectives]
+    assert program.price == pytest.approx(sum(prices), rel=1e-4)
+
+
 def test_same_text_in_every_process():
     code = (
         "import sys; sys.path.insert(0, 'tests'); import torch, spmd_compiler as spmd, test_llama as t\n"

@@ -1,0 +1,94 @@
+"""Bad input: what it says, and that it says it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import spmd_compiler as spmd
+
+MESH = {"dp": 2, "tp": 2}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def export(placements, x=None, fn=None, mesh=MESH, **options):
+    return spmd.export(
+        fn or Net(), (torch.randn(4, 8) if x is None else x,), mesh=mesh, placements=placements, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "placements, words",
+    [
+        ({"up.wieght": {"tp": Shard(0)}}, ["'up.wieght'", "did you mean 'up.weight'"]),
+        ({"up.weight": {"tp": Shard(2)}}, ["'up.weight'", "Shard(2)", "'tp'", "out of range", "2 dims"]),
+        ({"up.weight": {"ep": Shard(0)}}, ["'up.weight'", "no axis 'ep'", "dp, tp"]),
+        ({"up.weight": [Shard(0)]}, ["'up.weight'", "1 placements", "2 axes"]),
+        ({"out": {"tp": Partial()}}, ["'out'", "P(sum)", "partial"]),
+        ({"x": {"tp": 3}}, ["'x'", "3", "Shard"]),
+    ],
+)
+def test_placements(placements, words):
+    with pytest.raises(spmd.SpmdError) as error:
+        export(placements)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "mesh, words",
+    [
+        ({}, ["at least one axis"]),
+        ({"dp": 0}, ["'dp'", "0", "positive"]),
+        ({"2d": 2}, ["'2d'", "identifier"]),
+        (7, ["DeviceMesh", "int"]),
+    ],
+)
+def test_meshes(mesh, words):
+    with pytest.raises(spmd.SpmdError) as error:
+        export({}, mesh=mesh)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_profile():
+    with pytest.raises(spmd.SpmdError, match=r"'h900'.*h100"):
+        export({}, profile="h900")
+
+
+def test_data_dependent_shapes_name_the_line_and_the_remedy():
+    with pytest.raises(spmd.SpmdError) as error:
+        export({"x": {"dp": Shard(0)}}, fn=lambda x: x[x > 0].sum())
+    assert "test_errors.py" in str(error.value)
+
+
+def test_sparse():
+    with pytest.raises(spmd.SpmdError, match="sparse"):
+        export({}, x=torch.eye(4).to_sparse())
+
+
+def test_an_op_without_a_rule_is_named_and_right():
+    x = torch.randn(4, 4, dtype=torch.float64) + 4 * torch.eye(4, dtype=torch.float64)
+    program = spmd.export(torch.linalg.det, (x,), mesh=MESH, placements={"args.0": {"dp": Shard(0)}})
+    assert program.replicated_ops
+    torch.testing.assert_close(program.simulate(x), torch.linalg.det(x))
+
+
+def test_constraints_are_met_or_refused():
+    def fn(x):
+        return spmd.constrain(x * 2, {"tp": Shard(1)}) + 1
+
+    program = export({"x": {"dp": Shard(0)}}, fn=fn)
+    node = next(n for n in program.local.graph.graph.nodes if n.meta.get("origin", "").startswith("mul"))
+    assert node.meta["spec"]["tp"] == Shard(1) or any(c.axis == "tp" for c in program.collectives)
+    with pytest.raises(spmd.SpmdError, match="out of range"):
+        export({}, fn=lambda x: spmd.constrain(x, {"tp": Shard(5)}))
+    assert program.placements["x"]["tp"] == Replicate()
