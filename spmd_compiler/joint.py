@@ -91,10 +91,11 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
         with contextlib.ExitStack() as stack:
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        what = str(error) or type(error).__name__
         raise SpmdError(
-            f"{_user_line(error)}: {str(error) or type(error).__name__} gives a shape or a number that depends on "
-            "data, which a program planned ahead can't have; mask instead (torch.where, masked_fill, a weight of 0), or "
-            "compute it outside the compiled function"
+            f"{_user_line(error)}: {what} gives a shape or a number that depends on data, which a program planned "
+            "ahead can't have; mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the "
+            "compiled function"
         ) from error
 
 
