@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -57,9 +58,12 @@ class _Partitioner:
         return [n for n in self.captured.graph.graph.nodes if n.op == "placeholder"]
 
     def run(self) -> Partitioned:
+        names = iter(self.captured.inputs)
         for node in self.captured.graph.graph.nodes:
-            if node.op == "placeholder" or node.op == "get_attr":
-                self._leaf(node)
+            if node.op == "placeholder":
+                self._leaf(node, next(names).name)
+            elif node.op == "get_attr":
+                self._leaf(node, node.name)
             elif node.op == "call_function" and not is_getitem(node):
                 self._call(node)
             elif node.op == "output":
@@ -77,9 +81,12 @@ class _Partitioner:
             price=solution.compute + self._price(), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
         )  # fmt: skip
 
-    def _leaf(self, node: Node) -> None:
+    def _leaf(self, node: Node, name: str) -> None:
         new = self.graph.node_copy(node)
         new.meta = dict(node.meta)
+        new._rename(re.sub(r"\W+", "_", name).strip("_") or node.name)
+        if new.op == "placeholder":
+            new.target = new.name
         if not results(node):
             self.scalars[node] = new
             return
@@ -124,7 +131,7 @@ class _Partitioner:
             self._mark(new, wanted, value)
             new.meta["source"] = source_line(user) if user is not None and user.op != "output" else source_line(key[0])
             wants = user.name if user is not None else "an output"
-            new.meta["why"] = f"{key[0].name} is {move.source}, {wants} wants {wanted}"
+            new.meta["why"] = f"{self.values[key[0], key[1]][0].name} is {move.source}, {wants} wants {wanted}"
             new.meta["value"] = (key[0].name, key[1])
             new.meta["move"] = move
             copies[wanted] = new

@@ -123,7 +123,7 @@ class _Builder:
             sizes = {f"d{i}": int(n) for i, n in enumerate(node.meta["val"].shape)}
             domain = choices(Rule((), (letters,), sizes), self.mesh, self.uneven)
         if given.kind == "tangent" and j is not None:
-            domain = tuple(Choice(c.results, c.results) for c in domain)
+            domain = tuple(Choice(c.results, c.results) for c in domain)  # type: ignore[arg-type]
             self.tangents[j] = node
         return self._add(node, domain, [])
 
@@ -216,12 +216,12 @@ class _Builder:
                 specs = [Spec.replicate(self.mesh)]
             else:
                 made = self.problem.variables[self.index[source]].choices
-                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if not is_partial(s)]
+                specs = [s for s in dict.fromkeys(c.results[r] for c in made) if s is not None and not is_partial(s)]
                 specs = specs or [Spec.replicate(self.mesh)]
             index = len(self.problem.variables)
             if j in self.tangents:
                 tangent = self.problem.variables[self.index[self.tangents[j]]]
-                allowed = {c.results[0] for c in tangent.choices}
+                allowed = {c.operands[0] for c in tangent.choices}
                 specs = [s for s in specs if s in allowed] or sorted(allowed, key=str)
                 kept = results(source)[r]
                 self.hubs[self.tangents[j], 0, "tie"] = Hub(

@@ -204,7 +204,8 @@ class Emit:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add a call to the local graph; sympy expressions may stand for integers anywhere in its arguments."""
-        node = self.graph.call_function(target, args, kwargs)
+        name = getattr(target, "_opname", None) or getattr(target, "__name__", None)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         for key in META_KEYS:
             if key in self.node.meta:
                 node.meta[key] = self.node.meta[key]

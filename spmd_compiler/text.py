@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from . import collectives as coll
 from .collectives import Collective, is_collective
 from .ir import Partitioned, is_tensor, source_line
 
@@ -59,6 +60,15 @@ def target_text(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def _dims(node: Node) -> list[str]:
+    """The dims that a collective works on: gathered, then scattered."""
+    if node.target is coll.all_to_all:
+        return [f"{node.args[1]} -> {node.args[3]}"]
+    if node.target is coll.permute:
+        return [str(node.args[1]), "/".join(node.args[3]) + " -> " + "/".join(node.args[4])]
+    return [] if node.target is coll.all_reduce else [str(node.args[1])]
+
+
 def node_text(node: Node) -> tuple[str, str, str, str]:
     """``(name = call, type, spec, comment)`` of one node."""
     args = [argument_text(a) for a in node.args] + [f"{k}={argument_text(v)}" for k, v in node.kwargs.items()]
@@ -66,7 +76,7 @@ def node_text(node: Node) -> tuple[str, str, str, str]:
     if is_collective(node):
         c = Collective.of(node)
         head = c.axis + (f", {c.op}" if c.op else "")
-        call = f"{c.kind}[{head}]({', '.join(args)})"
+        call = f"{c.kind}[{head}]({', '.join([args[0], *_dims(node)])})"
         comment = f"{comment}  {readable(c.wire_bytes)} wire".strip()
     else:
         call = f"{target_text(node)}({', '.join(args)})"
