@@ -43,7 +43,7 @@ BATCH = {"ids": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}}
 FSDP_TP = {**BATCH, **tensor_parallel(dp=1), "*norm.weight": {"dp": Shard(0)}}
 CASES = (
     Case("dp", {"dp": 8}, BATCH, (100_025_863, 100_025_863)),
-    Case("fsdp", {"dp": 8}, {**BATCH, "*": {"dp": Shard(0)}}, (122_411_527, 122_411_527)),
+    Case("fsdp", {"dp": 8}, {**BATCH, "*weight": {"dp": Shard(0)}}, (122_411_527, 122_411_527)),
     Case("megatron", {"tp": 4}, tensor_parallel(), (50_350_080, 50_350_080)),
     Case("dp x tp", {"dp": 2, "tp": 4}, {**BATCH, **tensor_parallel()}, (39_472_132, 39_472_132)),
     Case("fsdp x tp", {"dp": 2, "tp": 4}, FSDP_TP, (43_484_164, 69_614_084)),

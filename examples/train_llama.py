@@ -87,7 +87,7 @@ def parameter_placements(o: argparse.Namespace) -> dict[str, dict[str, Placement
         chosen.pop("head.weight", None)
     if o.placement in ("fsdp", "fsdp-tp"):
         cut = {axis: Shard(0) for axis in data}
-        chosen = {**{name: {**p, **cut} for name, p in chosen.items()}, "*": cut}
+        chosen = {**{name: {**p, **cut} for name, p in chosen.items()}, "*weight": cut}
     return chosen
 
 
