@@ -232,6 +232,7 @@ ATTRIBUTES = {"placements": known_placements, "device_mesh": global_mesh}
 def install() -> None:
     """Put the hooks in place, once."""
     wrap_input = builder.wrap_to_fake_tensor_and_record
+    wrap_float = builder.VariableBuilder.wrap_symfloat
     call_method = tensor.TensorVariable.call_method
     var_getattr = tensor.TensorVariable.var_getattr
     call_isinstance = builtin.BuiltinVariable.call_isinstance
@@ -269,6 +270,14 @@ def install() -> None:
             return _from_local(tx, args, kwargs)
         return call_function(self, tx, args, kwargs)
 
+    @functools.wraps(wrap_float)
+    def our_wrap_float(self: Any, value: float) -> VariableTracker:
+        if _active(self.tx):  # a number that changed between calls is a constant all the same: a program is static
+            self.install_guards(builder.GuardBuilder.CONSTANT_MATCH)
+            return builder.ConstantVariable.create(value=value, source=self.source)
+        return wrap_float(self, value)
+
+    builder.VariableBuilder.wrap_symfloat = our_wrap_float
     builder.wrap_to_fake_tensor_and_record = our_wrap_input
     tensor.TensorVariable.call_method = our_call_method
     tensor.TensorVariable.var_getattr = our_var_getattr
