@@ -131,7 +131,8 @@ def timed_step(layers: int, mesh: Any, axes: dict[str, int]) -> tuple[float, str
     try:
         compiled(ids, ids).backward()
     except Exception as error:
-        return time.process_time() - began, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"
+        cause = str(error).rpartition(": got ")[2].strip().splitlines()[0]
+        return time.process_time() - began, f"{type(error).__name__}: {cause[:200]}"
     return time.process_time() - began, None
 
 

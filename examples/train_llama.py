@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import statistics
 import sys
@@ -55,7 +56,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="one table for the embedding and the output layer")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lower", default="eager", choices=("eager", "inductor"), help="how local code runs")
+    how = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "eager"
+    parser.add_argument("--lower", default=how, choices=("eager", "inductor"), help="how local code runs")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda communicates through NCCL")
     parser.add_argument("--profile", default=None, help="prices to plan by; the device's own if left out")
     parser.add_argument("--no-reference", dest="reference", action="store_false", help="skip the run on one device")
