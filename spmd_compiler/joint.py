@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class OutputIndex:
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
     try:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, _compiling():
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         what = str(error) or type(error).__name__
@@ -97,6 +97,17 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
             "ahead can't have; mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the "
             "compiled function"
         ) from error
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true inside: models ask it before they look at values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def check_dense(values: Sequence[Any]) -> None:

@@ -110,7 +110,10 @@ class Tables:
         producer, result = hub.source
         made = {s for c in p.variables[producer].choices if (s := c.results[result]) is not None}
         seen = made | {c.operands[i] for k, i in hub.consumers for c in p.variables[k].choices}
-        options = tuple(tuple(sorted({s.placements[i] for s in seen}, key=str)) for i in range(len(p.mesh.axes)))
+        # replicated is always a way station: a dim's outer axis moves only when the inner ones are out of the way
+        options = tuple(
+            tuple(sorted({s.placements[i] for s in seen} | {Replicate()}, key=str)) for i in range(len(p.mesh.axes))
+        )
         even = tuple(
             tuple(n % math.prod(c) == 0 for k in range(1, len(p.mesh.axes) + 1)
                   for c in itertools.combinations(p.mesh.shape, k)) for n in hub.shape
@@ -161,8 +164,9 @@ class Tables:
         """The arcs that some cheapest plan may need.
 
         With one consumer two kinds are never needed.  Gathers and exchanges before a `transparent` consumer are put
-        off until after it.  A slice, which is free, of what a choice makes is given up where another choice makes
-        the slice itself from (free) slices of the same operands with no more compute.
+        off until after it (slices are not: they go as early as they can).  A slice, which is free, of what a choice
+        makes is given up where another choice makes the slice itself from (free) slices of the same operands with
+        no more compute.
         """
         keep = np.full(len(table.moves), not hub.tied)
         if hub.tied or len(hub.consumers) != 1:
@@ -176,7 +180,8 @@ class Tables:
             for i, c in enumerate(producer.choices if producer.sole else ()):
                 given.setdefault(c.results[hub.source[1]], []).append(i)
             for i, move in enumerate(table.moves):
-                if move.kind in ("all_gather", "all_to_all", "permute") or free:
+                late = move.kind in ("all_gather", "all_to_all", "permute") or (free and move.kind not in LOCAL)
+                if late:
                     keep[i] = move.source not in wanted or (free and move.target not in wanted)
                 elif move.kind == "slice" and move.source in given and move.target in given:
                     keep[i] = not all(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_compiler.cost import PROFILES
-from spmd_compiler.placements import Mesh
+from spmd_compiler.placements import Mesh, Spec
 from spmd_compiler.problem import Hub, Problem, Variable
 from spmd_compiler.redistribute import move_price, moves
 from spmd_compiler.rules import Choice, Linear, Rule, choices
@@ -23,6 +23,7 @@ RULES = {
     "add": Rule(((("i",), ("j",)), (("i",), ("j",))), ((("i",), ("j",)),), {"i": 4096, "j": 4096},
                 linear=(Linear((0, 1)),)),
     "exp": Rule(((("i",), ("j",)),), ((("i",), ("j",)),), {"i": 4096, "j": 4096}),
+    "view": Rule(((("i",), ("j",)),), ((("j",), ("i",)),), {"i": 4096, "j": 4096}, linear=(Linear((0,)),)),
     "row": Rule(((("i",), ("j",)),), ((("i",), ("j",)),), {"i": 4096, "j": 4096}, whole=frozenset("j")),
 }  # fmt: skip
 
@@ -42,9 +43,14 @@ def random_problem(seed, sizes, nodes):
     for _ in range(nodes):
         name = rng.choice(list(RULES))
         domain = choices(RULES[name], mesh)
-        if len(domain) > 5:
-            domain = tuple(rng.sample(domain, 5)) + domain[:1]
-        p.variables.append(Variable(name, domain, np.array([rng.random() * 1e-4 for _ in domain])))
+        if name in ("exp", "view"):  # gathers may be put off until after these
+            base = 0.0 if name == "view" else rng.random() * 1e-4
+            compute = np.array([base / c.results[0].shards(mesh) for c in domain])
+            p.variables.append(Variable(name, domain, compute, transparent=True))
+        else:
+            if len(domain) > 5:
+                domain = tuple(rng.sample(domain, 5)) + domain[:1]
+            p.variables.append(Variable(name, domain, np.array([rng.random() * 1e-4 for _ in domain])))
         me = len(p.variables) - 1
         for i in range(len(RULES[name].operands)):
             consumers.setdefault(rng.choice(values), []).append((me, i))
@@ -54,6 +60,8 @@ def random_problem(seed, sizes, nodes):
         p.variables.append(Variable("sink", (Choice((spec,), ()),), np.zeros(1)))
         consumers.setdefault(value, []).append((len(p.variables) - 1, 0))
     p.hubs = [Hub((v, 0), users, SHAPE, 4) for v, users in consumers.items()]
+    for v in consumers:
+        p.variables[v].sole = True
     return p
 
 
@@ -132,3 +140,20 @@ def test_same_problem_same_answer():
     first, second = (solve(random_problem(3, {"a": 2, "b": 4}, 4)) for _ in range(2))
     assert first.choices == second.choices
     assert [list(t) for t in first.trees] == [list(t) for t in second.trees]
+
+
+def test_a_slice_is_not_put_off_for_ever():
+    """A replicated input, a view, and a consumer that wants a piece: one slice, before the view or after it."""
+    mesh = Mesh({"a": 8})
+    whole, piece = (Choice((), (c,)) for c in (Spec.parse("{a: R}"), Spec.parse("{a: S(0)}")))
+    view = choices(RULES["view"], mesh)
+    p = Problem(mesh, PROFILE)
+    p.variables += [
+        Variable("input", (whole,), np.zeros(1), sole=True),
+        Variable("view", view, np.zeros(len(view)), transparent=True, sole=True),
+        Variable("sink", (Choice(piece.results, ()),), np.zeros(1)),
+    ]
+    p.hubs = [Hub((0, 0), [(1, 0)], SHAPE, 4), Hub((1, 0), [(2, 0)], SHAPE, 4)]
+    found = solve(p)
+    assert found.price == 0.0
+    assert [m.kind for tree in found.trees for m in tree.values()] == ["slice"]
