@@ -10,14 +10,13 @@ import pytest
 import torch
 from ops_cases import Case
 from test_ops import joint_node, prove
+from torch.testing._internal import common_methods_invocations as database  # needs expecttest
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_compiler.ir import operands
 from spmd_compiler.placements import Mesh
 from spmd_compiler.rules import ANY_OP, choices, rule_of
-
-database = pytest.importorskip("torch.testing._internal.common_methods_invocations")
 
 SAMPLES = 4  # of one operator
 EACH = 6  # cases of one ATen overload
