@@ -436,6 +436,8 @@ def emit_choice(
     )
     made = rule.form(e, *args, **kwargs) if rule.form else e.call(node.target, *args, **kwargs)
     values = results(node)
+    if not values:  # a check, say
+        return ()
     if not isinstance(node.meta.get("val"), (tuple, list)):
         made = (made,)
     elif isinstance(made, Node):

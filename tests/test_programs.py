@@ -1,0 +1,111 @@
+"""Small ordinary programs, exported and simulated beside one device: losses on uneven batches, indexing, layers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import spmd_compiler as spmd
+
+ROWS, CLASSES = 10, 12  # ten rows on four devices: 3, 3, 3, 1
+
+
+def one_hot(y):
+    return F.one_hot(y, CLASSES).double()
+
+
+LOSSES = {
+    "cross_entropy": F.cross_entropy,
+    "ignored": lambda x, y: F.cross_entropy(x, y, ignore_index=3),
+    "weighted": lambda x, y: F.cross_entropy(x, y, weight=torch.arange(1.0, CLASSES + 1, dtype=torch.float64)),
+    "smoothed": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "summed": lambda x, y: F.cross_entropy(x, y, reduction="sum"),
+    "mse": lambda x, y: F.mse_loss(x, one_hot(y)),
+    "huber": lambda x, y: F.huber_loss(x, one_hot(y)),
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, one_hot(y)),
+}
+
+
+class Head(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+        self.weight = nn.Parameter(torch.randn(8, CLASSES, dtype=torch.float64))
+
+    def forward(self, x, y):
+        return self.loss(x @ self.weight, y)
+
+
+@pytest.mark.parametrize("where", [{"x": {"a": Shard(0)}, "y": {"a": Shard(0)}}, {"weight": {"a": Shard(1)}}], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name, where):
+    torch.manual_seed(0)
+    model = Head(LOSSES[name])
+    args = torch.randn(ROWS, 8, dtype=torch.float64), torch.randint(0, CLASSES, (ROWS,))
+    program = spmd.export(model, args, mesh={"a": 4}, placements=where, backward=True, profile="bytes")
+    loss, grads = program.simulate(*args)
+    want = model(*args)
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(grads, {"weight": model.weight.grad})
+
+
+LAYERS = {
+    "convolution": (
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        (8, 3, 8, 8),
+    ),
+    "norms": (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.RMSNorm(8)), (ROWS, 8)),
+    "batch norm": (nn.Sequential(nn.BatchNorm1d(8), nn.Softmax(0)), (ROWS, 8)),
+    "group norm": (nn.Sequential(nn.GroupNorm(2, 8), nn.Conv1d(8, 8, 3)), (8, 8, 10)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_layers(name, dim):
+    torch.manual_seed(0)
+    layers, shape = LAYERS[name]
+    model = nn.Sequential(copy.deepcopy(layers).double(), Square())
+    x = torch.randn(shape, dtype=torch.float64)
+    program = spmd.export(model, (x,), mesh={"a": 4}, placements={"input": {"a": Shard(dim)}}, backward=True)
+    loss, grads = program.simulate(x)
+    reference = copy.deepcopy(model)
+    want = reference(x)
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(grads, {n: p.grad for n, p in reference.named_parameters()})
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+OPS = {
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0),
+    "argmax": lambda x: (x.argmax(0), x.argmax()),
+    "gather": lambda x: x.gather(0, torch.arange(CLASSES).expand(4, CLASSES) % 8),
+    "cat": lambda x: torch.cat([x, x * 2], 0),
+    "uneven split": lambda x: x.split(3, 0),
+    "pad, flip, roll": lambda x: F.pad(x, (1, 2, 3, 1)).flip(0).roll(3, 1),
+    "slices": lambda x: (x[2:7], x[:, ::2], x[-1], x[torch.tensor([1, 3, 7])]),
+    "nested and aliased": lambda x: {"a": x, "b": (x.t(), x.reshape(-1), x[0])},
+    "statistics": lambda x: (x.norm(), x.std(), x.var(0), x.logsumexp(0), x.prod(0)),
+    "complex": lambda x: torch.view_as_real(torch.complex(x, -x) * 2),
+    "empty": lambda x: (x[:0] * 2, x[:0].sum()),
+    "a view of a whole input": lambda x: x.reshape(-1, 4).exp().sum(1),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("mesh", [{"a": 4}, {"a": 3, "b": 5}, {"a": 2, "b": 2, "c": 2}], ids=str)
+def test_ops(name, mesh):
+    x = torch.randn(8, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    where = dict(zip(mesh, (Shard(0), Shard(1), Shard(1)), strict=False))
+    program = spmd.export(OPS[name], (x,), mesh=mesh, placements={"x": where}, verify=True)
+    torch.testing.assert_close(program.simulate(x), OPS[name](x))
