@@ -267,6 +267,12 @@ def assemble(
         elif desc is None:
             inputs.append(Input(f"constant.{len(inputs)}", "buffer", Spec.replicate(mesh)))
             arguments.append(next(lifted))
+        elif "token" in desc.expr():
+            call = next(iter(node.users), node)
+            raise SpmdError(
+                f"{source_line(call) or call.name}: {call.args[1] if len(call.args) > 1 else call.target} has a side "
+                "effect that orders it among others, which ranks can't share; compute it outside the compiled function"
+            )
         else:
             raise SpmdError(f"input {node.name}: {desc.expr()} is not supported; clone one of the views that alias")
     if any(_random(n) for n in gm.graph.nodes if n.op == "call_function"):
