@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd_compiler.ops import random
 from spmd_compiler.ops.random import decomposed, draw, functionalize
+from spmd_compiler.placements import SpmdError
 
 CPU = torch.device("cpu")
 N = 1 << 17
@@ -160,6 +161,16 @@ CASES = {
     ),
     "native_dropout": (lambda x: sum(torch.native_dropout(x + 1, 0.5, True)), lambda y: ((y == 0) | (y > 2)).all()),
     "normal_": (lambda x: x.clone().normal_(3, 0.5), lambda y: abs(y.mean() - 3) < 0.05),
+    "normal of tensors": (lambda x: torch.normal(x + 9, x / 8), lambda y: abs((y - X - 9).std() - 0.072) < 0.01),
+    "normal of a size": (lambda x: torch.normal(2.0, 0.5, (4096,)), lambda y: abs(y.mean() - 2) < 0.05),
+    "rand complex": (
+        lambda x: torch.rand(4096, dtype=torch.complex128),
+        lambda y: abs(y.real.mean() - 0.5) < 0.03 and abs(y.imag.mean() - 0.5) < 0.03,
+    ),
+    "randn complex": (
+        lambda x: torch.randn(4096, dtype=torch.complex64),
+        lambda y: abs(y.real.var() - 0.5) < 0.05 and abs(y.imag.var() - 0.5) < 0.05 and abs((y * y).mean()) < 0.06,
+    ),
     "uniform_": (lambda x: x.clone().uniform_(2, 5), lambda y: y.min() >= 2 and y.max() < 5 and abs(y.mean() - 3.5) < 0.1),
     "exponential_": (lambda x: x.clone().exponential_(2.0), lambda y: abs(y.mean() - 0.5) < 0.05),
     "geometric_": (lambda x: x.clone().geometric_(0.25), lambda y: y.min() == 1 and abs(y.mean() - 4) < 0.3),
@@ -204,3 +215,8 @@ def test_each_draw_has_its_own_stream():
 def test_operators_without_a_replacement_are_named():
     _, left = replaced(torch.poisson, X)
     assert [str(n.target) for n in left] == ["aten.poisson.default"]
+
+
+def test_a_generator_of_its_own_is_an_error():
+    with pytest.raises(SpmdError, match="generator"):
+        replaced(lambda x: x + torch.randn(4096, generator=torch.Generator()), X)

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..ir import META_KEYS, Emit, copy_meta, fake_value
+from ..ir import META_KEYS, Emit, copy_meta, fake_value, source_line
+from ..placements import SpmdError
 from ..rules import Rule, define, dims, fit
 from .reduce import argument
 
@@ -200,8 +201,20 @@ class Write:
         return x if isinstance(plus, (int, float)) and plus == 0 else self.call(aten.add.Tensor, x, plus)
 
 
-def _plain(kind: str) -> Callable[[Write, Node], Node]:
-    return lambda w, n: w.draw(kind, n.meta["val"])
+def _parts(kind: str, scale: float) -> Callable[[Write, Node], Node]:
+    """A draw; of a complex dtype two draws, ``scale`` times each."""
+
+    def rewrite(w: Write, n: Node) -> Node:
+        value = n.meta["val"]
+        if not value.dtype.is_complex:
+            return w.draw(kind, value)
+        pair = torch.empty((*value.shape, 2), dtype=value.dtype.to_real(), device=value.device)
+        return w.call(aten.view_as_complex.default, w.scaled(w.draw(kind, pair), scale, 0))
+
+    return rewrite
+
+
+_unit, _standard = _parts("uniform", 1), _parts("normal", math.sqrt(0.5))
 
 
 def _integers(w: Write, n: Node) -> Node | None:
@@ -235,9 +248,8 @@ def _dropout(w: Write, n: Node) -> tuple[Node, Node]:
 
 
 def _normal(w: Write, n: Node) -> Node:
-    value = n.meta["val"]
     mean, std = argument(n, "mean", 0.0), argument(n, "std", 1.0)
-    return w.scaled(w.draw("normal", value), std, mean)
+    return w.scaled(_standard(w, n), std, mean)
 
 
 def _uniform(w: Write, n: Node) -> Node:
@@ -289,10 +301,10 @@ def _permutation(w: Write, n: Node) -> Node:
 
 
 REWRITES: dict[Any, Callable[[Write, Node], Any]] = {
-    aten.rand: _plain("uniform"),
-    aten.rand_like: _plain("uniform"),
-    aten.randn: _plain("normal"),
-    aten.randn_like: _plain("normal"),
+    aten.rand: _unit,
+    aten.rand_like: _unit,
+    aten.randn: _standard,
+    aten.randn_like: _standard,
     aten.randint: _integers,
     aten.randint_like: _integers,
     aten.random: _integers,
@@ -300,6 +312,7 @@ REWRITES: dict[Any, Callable[[Write, Node], Any]] = {
     aten.native_dropout: _dropout,
     aten.normal_functional: _normal,
     aten.normal: _normal,
+    prims.normal: _normal,
     aten.uniform: _uniform,
     aten.exponential: _exponential,
     aten.geometric: _geometric,
@@ -328,6 +341,11 @@ def functionalize(graph: Graph, seed: Node, stream: int = 0) -> list[Node]:
             if is_random(node):
                 left.append(node)
             continue
+        if argument(node, "generator") is not None:
+            raise SpmdError(
+                f"{source_line(node) or node.name}: {node.target} draws from a generator of its own, which ranks can't "
+                "share; leave generator= out, or draw outside the compiled function"
+            )
         with graph.inserting_before(node):
             made = rewrite(Write(graph, node, seed, stream), node)
         if made is None:
