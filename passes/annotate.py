@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir import Captured, copy_meta, is_tensor, source_line
 from ..ops import random
+from ..placements import SpmdError
 
 aten = torch.ops.aten
 _SAME = {aten.alias.default, aten.detach.default}
@@ -35,8 +36,13 @@ def run(captured: Captured) -> Captured:
         source_line(new)
     _output(graph).meta = dict(_output(captured.graph.graph).meta)
     seeds = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "seed"]
-    if seeds:
-        random.functionalize(graph, seeds[0])
+    if seeds and (left := random.functionalize(graph, seeds[0])):
+        node = left[0]
+        raise SpmdError(
+            f"{node.name} ({source_line(node)}): {node.target} draws numbers that the mesh-invariant generator does "
+            "not make, so that each rank would draw its own; draw outside the compiled function, or build it from "
+            "rand, randn or bernoulli (attention with dropout: torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+        )
     _simplify(graph)
     params = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "param"]
     _part_phases(graph, params)

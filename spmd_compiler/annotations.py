@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .dtensors import on_mesh, placements_for
-from .placements import Mesh, Spec
+from .placements import Mesh, Spec, SpmdError
 from .symbolic import bind_tree
 
 _LIB = torch.library.Library("spmd", "FRAGMENT")
@@ -47,7 +47,7 @@ def spec_on(text: str, mesh: Mesh) -> Spec:
     spec = Spec.parse(text)
     given = dict(zip(spec.axes, spec.placements, strict=True))
     rank = 1 + max((p.dim for p in spec.placements if isinstance(p, Shard)), default=0)
-    if spec.axes == tuple(f"_{i}" for i in range(len(spec.axes))):
+    if spec.axes and spec.axes == tuple(f"_{i}" for i in range(len(spec.axes))):
         return Spec.of(mesh, spec.placements, rank)
     return on_mesh(spec, mesh) if "@" in text else Spec.of(mesh, given, rank)
 
@@ -146,6 +146,8 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
 
 def _text(placements: Any, ndim: int) -> str:
     """The text of a spec on the axes that ``placements`` names (``_i`` for the i-th axis of a sequence)."""
+    if not isinstance(placements, (Mapping, Sequence, Placement)):
+        raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
     if isinstance(placements, Mapping):
         items = list(placements.items())
     else:

@@ -176,12 +176,16 @@ class Binding:
     out_tree: Any
     results: list[Any]
     grad_names: list[str] = field(default_factory=list)
+    expected: dict[str, Any] = field(default_factory=dict)  # by input: (shape, dtype), or the value of a constant
     is_global: list[bool] = field(default_factory=list)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """Tensors in placeholder order (parameters, buffers and inputs) for a call ``f(*args, **kwargs)``."""
         state = named_state(self.owner)
         given = dict(named_inputs(self.signature, args, kwargs or {}))
+        for name, want in self.expected.items():
+            if name in given:
+                _check_argument(name, given[name], want)
         values = []
         for kind, key in self.slots:
             if kind == "constant":
@@ -197,6 +201,24 @@ class Binding:
         """The user's result from the graph's outputs of kind ``output``."""
         leaves = [outputs[r.index] if isinstance(r, OutputIndex) else r for r in self.results]
         return pytree.tree_unflatten(leaves, self.out_tree)
+
+
+def _check_argument(name: str, value: Any, want: Any) -> None:
+    """Raise `SpmdError` where an argument is not what the program was planned for."""
+    if isinstance(want, _Kind):
+        if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (want.shape, want.dtype):
+            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise SpmdError(f"input {name!r} is {got}; the program was planned for {want.dtype} {want.shape}")
+    elif isinstance(value, torch.Tensor) or not (value is want or value == want):
+        raise SpmdError(f"input {name!r} is {value!r}; the program was planned for {want!r}, export it again")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a tensor argument must be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def named_state(owner: torch.nn.Module | None) -> dict[str, torch.Tensor]:
@@ -219,6 +241,7 @@ def named_inputs(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise SpmdError(f"the arguments do not fit the program's signature {signature}: {error}") from None
+    bound.apply_defaults()
     found: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
         variadic = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
@@ -323,14 +346,35 @@ def capture_function(
     metas = {d.idx: v for v, d in _forward_values(joint.graph_module)}
     out_specs = [specs(n, "output", metas[i].dim(), tuple(metas[i].shape)) for i, n in enumerate(labels)]
     front = assemble(joint, named, labels, out_specs, mesh, fake_mode, name)
+    if any(o.kind == "mutation" for o in front.captured.outputs):
+        _check_apart([*state.items(), *tensors])
     if backward:
+        for value in front.arguments:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise SpmdError(
+                    f"the program reads a tensor of shape {tuple(value.shape)} that requires a gradient but is no "
+                    "input: export the module that owns it, or pass it as an argument"
+                )
         _seed_with_ones(front)
     order = (OutputIndex(i) for i in range(count))
     results = [next(order) if t else x for t, x in zip(function.is_tensor, function.leaves, strict=True)]
     kinds = ["state"] * len(state) + ["input"] * len(tensors)
     slots = [(kinds[a], named[a].name) if isinstance(a, int) else ("constant", a) for a in front.arguments]
     grads = [o.name for o in front.captured.outputs if o.kind == "grad"]
-    return front.captured, Binding(signature, owner, slots, function.out_tree, results, grads)
+    expected = {n: _Kind(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in given}
+    return front.captured, Binding(signature, owner, slots, function.out_tree, results, grads, expected)
+
+
+def _check_apart(values: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise `SpmdError` where two inputs of a program that changes an input share memory."""
+    seen: dict[int, str] = {}
+    for name, value in values:
+        key = value.untyped_storage()._cdata
+        if key in seen:
+            raise SpmdError(
+                f"inputs {seen[key]!r} and {name!r} share memory and the program changes an input; clone one"
+            )
+        seen[key] = name
 
 
 def _forward_values(gm: GraphModule) -> list[tuple[torch.Tensor, Any]]:

@@ -170,6 +170,8 @@ class Spec:
             reverse = True
         elif isinstance(placements, Placement):
             placements = [placements]
+        elif not isinstance(placements, Sequence):
+            raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
         placements = list(placements)
         if len(placements) != len(mesh.axes):
             raise SpmdError(f"{len(placements)} placements {placements} for the {len(mesh.axes)} axes of {mesh}")

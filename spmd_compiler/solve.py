@@ -186,18 +186,23 @@ def solve(problem: Problem) -> Solution:
     model = Model(problem)
     cost, equal, rhs, less = model.matrices()
     scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
-    # equal prices make the simplex stall: a little noise, the same in every run, parts them
-    noise = _noise(problem, model.columns) * np.random.default_rng(0).random(model.columns)
-    found = linprog(
-        cost * scale + noise,
-        A_ub=less,
-        b_ub=np.zeros(model.less_rows) if less is not None else None,
-        A_eq=equal,
-        b_eq=rhs,
-        bounds=(0, None),
-        method="highs-ds",
-        options={"presolve": False},
-    )
+    # equal prices make the simplex stall: a little noise, the same in every run, parts them; more where it stalls yet
+    draw = np.random.default_rng(0).random(model.columns)
+    first = _noise(problem, model.columns)
+    for level, seconds in ((first, 60.0), (max(100 * first, 1e-3), 120.0), (1e-1, 600.0)):
+        noise = level * draw
+        found = linprog(
+            cost * scale + noise,
+            A_ub=less,
+            b_ub=np.zeros(model.less_rows) if less is not None else None,
+            A_eq=equal,
+            b_eq=rhs,
+            bounds=(0, None),
+            method="highs-ds",
+            options={"presolve": False, "time_limit": seconds},
+        )
+        if found.status != 1:
+            break
     if found.status == 2:
         raise SpmdError("the placements given contradict each other: no plan satisfies all of them")
     if not found.success:
