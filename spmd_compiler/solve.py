@@ -186,10 +186,11 @@ def solve(problem: Problem) -> Solution:
     model = Model(problem)
     cost, equal, rhs, less = model.matrices()
     scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
-    # equal prices make the simplex stall: a little noise, the same in every run, parts them; more where it stalls yet
+    # equal prices make the simplex stall: a little noise, the same in every run, parts them.  Where it stalls yet it
+    # starts anew with more noise and another pricing; limits count iterations, for every rank must do the same
     draw = np.random.default_rng(0).random(model.columns)
-    first = _noise(problem, model.columns)
-    for level, seconds in ((first, 60.0), (max(100 * first, 1e-3), 120.0), (1e-1, 600.0)):
+    first, rows = _noise(problem, model.columns), model.equal_rows + model.less_rows
+    for level, edges, limit in ((first, None, rows // 2 + 10_000), (1e-3, "devex", rows), (1e-1, "devex", 10 * rows)):
         noise = level * draw
         found = linprog(
             cost * scale + noise,
@@ -199,7 +200,7 @@ def solve(problem: Problem) -> Solution:
             b_eq=rhs,
             bounds=(0, None),
             method="highs-ds",
-            options={"presolve": False, "time_limit": seconds},
+            options={"presolve": False, "maxiter": limit, "simplex_dual_edge_weight_strategy": edges},
         )
         if found.status != 1:
             break
