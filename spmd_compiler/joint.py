@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
 from .ir import Captured, Input, Output, source_line
+from .ops.random import is_random
 from .placements import Mesh, Spec, SpmdError
 
 aten = torch.ops.aten
@@ -140,17 +141,6 @@ class UserLines(TorchFunctionMode):
 
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
-
-
-def _random(node: Node) -> bool:
-    """Whether a node draws random numbers (attention with a dropout probability of 0 doesn't)."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return given != 0
-    return True
 
 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
@@ -275,7 +265,7 @@ def assemble(
             )
         else:
             raise SpmdError(f"input {node.name}: {desc.expr()} is not supported; clone one of the views that alias")
-    if any(_random(n) for n in gm.graph.nodes if n.op == "call_function"):
+    if any(is_random(n) for n in gm.graph.nodes):
         with fake_mode:
             seed = _append_primal(gm, torch.empty((), dtype=torch.int64))
         seed.meta["phase"] = "forward"

@@ -324,8 +324,13 @@ REWRITES: dict[Any, Callable[[Write, Node], Any]] = {
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws from torch's generator."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether a node draws from torch's generator (attention with a dropout probability of 0 doesn't)."""
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for i, given in enumerate(node.target._schema.arguments):
+        if given.name == "dropout_p":
+            return (node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", given.default_value)) != 0
+    return True
 
 
 def functionalize(graph: Graph, seed: Node, stream: int = 0) -> list[Node]:
