@@ -171,6 +171,7 @@ class _Builder:
         name = _name(node)
         if name == _CONSTRAIN:
             spec = self._checked(node)
+            self._check_partial(node, spec, used[0])
             return self._add(node, (Choice((spec,), (spec,)),), used)
         if name == _TO_LOCAL:
             return self._add(node, (Choice((self._checked(node),), (whole,)),), used)
@@ -190,6 +191,15 @@ class _Builder:
         if spec.axes != self.mesh.axes:
             raise SpmdError(f"{node.name} ({source_line(node)}): {spec} is not for {self.mesh}")
         return spec
+
+    def _check_partial(self, node: Node, spec: Spec, value: Node) -> None:
+        """Raise `SpmdError` where a constraint asks for a partial value that no choice of its producer makes."""
+        asked = {p.reduce_op for p in spec.placements if p.is_partial()}
+        if not asked <= self.partial.get(producer(value), frozenset()):
+            raise SpmdError(
+                f"{node.name} ({source_line(node)}): {spec} asks for a partial value, and {value.name} is never one; "
+                "nothing is made partial: constrain it to Shard or Replicate"
+            )
 
     def _reachable(self, r: Rule, used: list[Node]) -> Rule:
         """Leave out partials that no producer can hand over."""

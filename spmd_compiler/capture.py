@@ -259,6 +259,17 @@ def _fake_of(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
         return fake.requires_grad_(value.requires_grad)
 
 
+def untraced(model_or_fn: Any) -> Any:
+    """What a compiled module or function was made from.  Raises `SpmdError` for what can't be traced."""
+    if isinstance(model_or_fn, torch._dynamo.OptimizedModule):
+        return model_or_fn._orig_mod
+    if isinstance(model_or_fn, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise SpmdError("a TorchScript program can't be traced; give the module or function that it was made from")
+    if not callable(model_or_fn):
+        raise SpmdError(f"expected a module or a function, got {type(model_or_fn).__name__}")
+    return getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
+
+
 class _Function(torch.nn.Module):
     """A user's function of one flat tuple of tensors: state first, then inputs."""
 
@@ -288,9 +299,9 @@ class _Function(torch.nn.Module):
         self.leaves = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         if self.backward:
-            if not tensors or tensors[0].numel() != 1 or not tensors[0].requires_grad:
-                raise SpmdError("backward=True: the first output must be a scalar loss that requires a gradient")
-            tensors = [tensors[0].reshape(())] + [t.detach() for t in tensors[1:]]
+            if not tensors or tensors[0].numel() != 1 or not tensors[0].requires_grad or tensors[0].is_complex():
+                raise SpmdError("backward=True: the first output must be a real scalar loss that requires a gradient")
+            tensors = [tensors[0]] + [t.detach() for t in tensors[1:]]
         return tuple(t.clone() for t in tensors)
 
 
@@ -302,13 +313,14 @@ def capture_function(
     mesh: Mesh,
     specs: Callable[[str, str, int, tuple[int, ...]], Spec | None],
     backward: bool = False,
-    name: str = "main",
+    name: str | None = None,
 ) -> tuple[Captured, Binding]:
     """Capture a module or function ahead of time; nothing is allocated, parameters may be meta or fake.
 
     ``specs(name, kind, ndim, shape)`` gives the placement of each parameter, buffer, input and output.
     """
     kwargs = kwargs or {}
+    name = name or getattr(model_or_fn, "__name__", None) or type(model_or_fn).__name__
     owner = model_or_fn if isinstance(model_or_fn, torch.nn.Module) else None
     if owner is None and isinstance(getattr(model_or_fn, "__self__", None), torch.nn.Module):
         raise SpmdError("give the module itself, not one of its bound methods")

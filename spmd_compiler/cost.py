@@ -6,9 +6,12 @@ An axis of a mesh runs over the fast link when it and all axes inside it fit wit
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from .collectives import wire_bytes
 from .placements import Mesh, SpmdError
@@ -73,8 +76,48 @@ PROFILES = {
 }
 
 
+def read_toml(path: str) -> dict[str, Any]:
+    """A TOML file's tables.  Raises `SpmdError` where it can't be read."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SpmdError(f"{path}: {error}") from None
+
+
+def read_profile(path: str) -> Profile:
+    """A profile from a TOML file: its fields, links as tables of ``alpha`` and ``bandwidth``.
+
+    What it leaves out is that of the profile named by ``base`` (``h100`` if it names none).
+    """
+    given = read_toml(path)
+    base = profile_of(given.pop("base", "h100"))
+    known = {f.name for f in fields(Profile)}
+    if unknown := sorted(given.keys() - known):
+        raise SpmdError(f"{path}: a profile has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+
+    def link(table: Any) -> Link:
+        try:
+            return Link(float(table["alpha"]), float(table["bandwidth"]))
+        except (TypeError, KeyError, ValueError):
+            raise SpmdError(f"{path}: a link is {{alpha = seconds, bandwidth = bytes per second}}") from None
+
+    for key in ("intra", "inter"):
+        if key in given:
+            given[key] = link(given[key])
+    if "axis_links" in given:
+        given["axis_links"] = {axis: link(table) for axis, table in given["axis_links"].items()}
+    if "matmul" in given:
+        given["matmul"] = {int(size): float(rate) for size, rate in given["matmul"].items()}
+    return dataclasses.replace(base, **{"name": path, **given})
+
+
 def profile_of(profile: str | Profile | None) -> Profile:
-    """The profile named, given, or (None) that of the device at hand."""
+    """The profile named or given, that of a TOML file, or (None) that of the device at hand."""
     if isinstance(profile, Profile):
         return profile
     if profile is None:
@@ -82,6 +125,8 @@ def profile_of(profile: str | Profile | None) -> Profile:
 
         name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
         return next((p for key, p in PROFILES.items() if key in name), PROFILES["h100"])
+    if profile.endswith(".toml"):
+        return read_profile(profile)
     if profile not in PROFILES:
-        raise SpmdError(f"unknown profile {profile!r}; there are {', '.join(PROFILES)}, or give a Profile")
+        raise SpmdError(f"unknown profile {profile!r}; there are {', '.join(PROFILES)}, a TOML file, or a Profile")
     return PROFILES[profile]

@@ -112,13 +112,23 @@ def _compiling() -> Iterator[None]:
 
 
 def check_dense(values: Sequence[Any]) -> None:
-    """Raise `SpmdError` for sparse tensors."""
+    """Raise `SpmdError` for sparse, nested and quantized tensors."""
     for value in values:
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_nested:
             raise SpmdError(
-                f"an argument of shape {tuple(value.shape)} is {str(value.layout).removeprefix('torch.')}: sparse "
-                "tensors have no placement; give it as to_dense(), or keep it outside the compiled function"
+                "an argument is a nested tensor, which has no global shape to shard; give it as to_padded_tensor() "
+                "with a mask, or keep it outside the compiled function"
             )
+        shape = tuple(value.shape)
+        if value.layout is not torch.strided:
+            raise SpmdError(
+                f"an argument of shape {shape} is {str(value.layout).removeprefix('torch.')}: sparse tensors have no "
+                "placement; give it as to_dense(), or keep it outside the compiled function"
+            )
+        if value.is_quantized:
+            raise SpmdError(f"an argument of shape {shape} is quantized ({value.dtype}); give it as dequantize()")
 
 
 def _user_line(error: BaseException) -> str:

@@ -82,6 +82,15 @@ class Mesh:
         return "mesh(" + ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.shape, strict=True)) + ")"
 
 
+def parse_placement(text: str) -> Placement:
+    """The placement that prints as ``S(0)``, ``R`` or ``P(sum)``."""
+    match = re.fullmatch(r"(R)|S\((-?\d+)\)|P\((\w+)\)", text.strip())
+    if match is None:
+        raise SpmdError(f"{text!r} is not 'R', 'S(dim)' or 'P(op)'")
+    replicate, dim, op = match.groups()
+    return Replicate() if replicate else Shard(int(dim)) if dim is not None else Partial(op)
+
+
 def placement_text(p: Placement) -> str:
     if isinstance(p, Shard):
         return f"S({p.dim})"
@@ -172,7 +181,7 @@ class Spec:
             placements = [placements]
         elif not isinstance(placements, Sequence):
             raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
-        placements = list(placements)
+        placements = [parse_placement(p) if isinstance(p, str) else p for p in placements]
         if len(placements) != len(mesh.axes):
             raise SpmdError(f"{len(placements)} placements {placements} for the {len(mesh.axes)} axes of {mesh}")
         for i, p in enumerate(placements):
@@ -245,17 +254,12 @@ class Spec:
             raise SpmdError(f"{text!r} is not a spec such as {{dp: S(0), tp: R}}")
         axes, placements, nesting = [], [], set()
         for part in filter(None, (p.strip() for p in body[1:-1].split(","))):
-            match = re.fullmatch(r"(\w+): (?:(R)|S\((\d+)\)(?:@([\w/]+))?|P\((\w+)\))", part)
+            match = re.fullmatch(r"(\w+): ([^@]*)(?:(?<=\))@([\w/]+))?", part)
             if match is None:
                 raise SpmdError(f"{part!r} in spec {text!r} is not 'axis: R', 'axis: S(dim)' or 'axis: P(op)'")
-            axis, replicate, dim, order, op = match.groups()
+            axis, placement, order = match.groups()
             axes.append(axis)
-            if replicate:
-                placements.append(Replicate())
-            elif dim is not None:
-                placements.append(Shard(int(dim)))
-                if order:
-                    nesting.add(tuple(order.split("/")))
-            else:
-                placements.append(Partial(op))
+            placements.append(parse_placement(placement))
+            if order:
+                nesting.add(tuple(order.split("/")))
         return Spec(tuple(axes), tuple(placements), tuple(sorted(nesting)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from . import passes
-from .capture import Binding, capture_function
+from .capture import Binding, capture_function, untraced
 from .collectives import Collective, collectives
 from .cost import Profile
 from .ir import Partitioned, nbytes, results
@@ -98,23 +99,28 @@ class Program:
     def simulate(self, *args: Any, **kwargs: Any) -> Any:
         """Run every rank in this process on global values.
 
-        Returns the global result; for ``backward=True`` a pair ``(outputs, {name: gradient})``.
+        Returns the global result; for ``backward=True`` a pair ``(outputs, {name: gradient})``.  Nothing that is
+        given changes: what the program would write into buffers and inputs is `simulate_mutations`'s.
         """
+        outs = self._simulate(args, kwargs)
+        result = self.binding.unflatten_outputs([v for _, v in outs["output"]])
+        return (result, dict(outs["grad"])) if self.backward else result
+
+    def simulate_mutations(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """By name, the global values that a call leaves in the buffers and inputs which the program changes."""
+        return dict(self._simulate(args, kwargs)["mutation"])
+
+    def _simulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
+        """``(name, global value)`` of every output, by kind."""
         flat = iter(self.binding.flatten(args, kwargs))
         given = [
             torch.empty((), dtype=torch.int64).random_() if i.kind == "seed" else next(flat) for i in self.local.inputs
         ]
-        outs = simulate_outputs(self.local, given)
-        forward = [v for v, o in zip(outs, self.local.outputs, strict=True) if o.kind == "output"]
-        result = self.binding.unflatten_outputs(forward)
-        if not self.backward:
-            return result
-        grads = {
-            self.local.inputs[o.of].name: v
-            for v, o in zip(outs, self.local.outputs, strict=True)
-            if o.kind == "grad" and o.of is not None and v is not None
-        }
-        return result, grads
+        found: dict[str, list[tuple[str, Any]]] = {"output": [], "grad": [], "mutation": []}
+        for value, o in zip(simulate_outputs(self.local, given), self.local.outputs, strict=True):
+            if value is not None:
+                found[o.kind].append((o.name, value))
+        return found
 
     def compile(self, device_mesh: Any = None, lower: str = "inductor") -> Callable[..., Any]:
         """This rank's callable, without Dynamo and its guards.
@@ -133,23 +139,38 @@ class Program:
 
 
 class Placements:
-    """The user's placements by name or glob; remembers which were used."""
+    """The user's placements by name or glob; remembers which were used.
 
-    def __init__(self, mesh: Mesh, given: Mapping[str, Any]) -> None:
+    A tied parameter goes by any of its names; a glob means outputs only where it begins with ``out``.
+    """
+
+    def __init__(self, mesh: Mesh, given: Mapping[str, Any], model: Any = None) -> None:
         self.mesh, self.given = mesh, dict(given)
         self.used: set[str] = set()
         self.names: list[str] = []
+        self.tied: dict[str, list[str]] = {}
+        if isinstance(model, torch.nn.Module):
+            first: dict[torch.Tensor, str] = {}
+            for name, value in itertools.chain(
+                model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+            ):
+                self.tied.setdefault(first.setdefault(value, name), []).append(name)
 
     def __call__(self, name: str, kind: str, ndim: int, shape: Sequence[int]) -> Spec | None:
         """The spec of one value.  Not named: Replicate for inputs, the solver's for outputs."""
-        self.names.append(name)
-        key = name if name in self.given else next((k for k in self.given if fnmatch.fnmatchcase(name, k)), None)
-        if key is None:
-            return None if kind in ("output", "grad", "mutation") else Spec.replicate(self.mesh)
-        self.used.add(key)
-        for other in self.given:
-            if fnmatch.fnmatchcase(name, other):
-                self.used.add(other)
+        names = self.tied.get(name, [name])
+        self.names += names
+        fits = [
+            k for k in self.given
+            if any(n == k or fnmatch.fnmatchcase(n, k) for n in names) and (kind != "output" or k.startswith("out"))
+        ]  # fmt: skip
+        if not fits:
+            return None if kind == "output" else Spec.replicate(self.mesh)
+        self.used.update(fits)
+        exact = [k for k in fits if k in names]
+        if any(self.given[k] != self.given[exact[0]] for k in exact):
+            raise SpmdError(f"{' and '.join(map(repr, exact))} are one tensor, and their placements differ")
+        key = (exact or fits)[0]
         if isinstance(self.given[key], str):
             if self.given[key] == "auto":
                 return None
@@ -191,10 +212,10 @@ def export(
     one are outputs too.  Raises `SpmdError` for bad input.
     """
     mesh = Mesh.of(mesh)
-    chosen = Placements(mesh, placements or {})
-    title = name or getattr(model_or_fn, "__name__", None) or type(model_or_fn).__name__
+    model_or_fn = untraced(model_or_fn)
+    chosen = Placements(mesh, placements or {}, model_or_fn)
     captured, binding = capture_function(
-        model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=title
+        model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name
     )
     chosen.check()
     options = passes.Options(profile=profile, verify=verify)

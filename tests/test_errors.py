@@ -70,9 +70,32 @@ def test_data_dependent_shapes_name_the_line_and_the_remedy():
     assert "test_errors.py" in str(error.value)
 
 
-def test_sparse():
-    with pytest.raises(spmd.SpmdError, match="sparse"):
-        export({}, x=torch.eye(4).to_sparse())
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: torch.eye(4).to_sparse(), "sparse"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+def test_tensors_that_have_no_placement(make, words):
+    with pytest.raises(spmd.SpmdError, match=words):
+        export({}, x=make())
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (None, "NoneType"),
+        (5, "int"),
+        (lambda x: x, "real scalar loss"),
+        (lambda x: (x * 1j).sum(), "real scalar loss"),
+        (torch.jit.script(torch.nn.ReLU()), "TorchScript"),
+    ],
+)
+def test_programs_that_cannot_be_traced(fn, words):
+    with pytest.raises(spmd.SpmdError, match=words):
+        spmd.export(fn, (torch.ones(4, requires_grad=True),), mesh=MESH, backward=True)
 
 
 def test_an_op_without_a_rule_is_named_and_right():
@@ -91,4 +114,6 @@ def test_constraints_are_met_or_refused():
     assert node.meta["spec"]["tp"] == Shard(1) or any(c.axis == "tp" for c in program.collectives)
     with pytest.raises(spmd.SpmdError, match="out of range"):
         export({}, fn=lambda x: spmd.constrain(x, {"tp": Shard(5)}))
+    with pytest.raises(spmd.SpmdError, match=r"test_errors.py:\d+.*P\(sum\).*partial"):
+        export({}, fn=lambda x: spmd.constrain(x * 2, {"tp": Partial()}))
     assert program.placements["x"]["tp"] == Replicate()

@@ -61,3 +61,56 @@ def test_a_constraint_without_axes_is_replicate():
     program = spmd.export(lambda x: spmd.constrain(x * 2, {}) + 1, (X,), mesh=MESH, placements={"x": {"a": Shard(0)}})
     torch.testing.assert_close(program.simulate(X), X * 2 + 1)
     assert [c.kind for c in program.collectives] == ["all_gather"]
+
+
+def test_tied_parameters_go_by_any_of_their_names():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
+            self.down.weight = self.up.weight
+
+        def forward(self, x):
+            return self.down(x) + self.up(x)
+
+    for name in ("up.weight", "down.weight", "down.*"):
+        program = spmd.export(Tied(), (X,), mesh=MESH, placements={name: {"a": Shard(0)}})
+        assert program.placements["up.weight"]["a"] == Shard(0)
+    with pytest.raises(spmd.SpmdError, match=r"'up.weight' and 'down.weight' are one tensor"):
+        spmd.export(
+            Tied(), (X,), mesh=MESH, placements={"up.weight": {"a": Shard(0)}, "down.weight": {"a": Shard(1)}}
+        )
+
+
+def test_globs_mean_outputs_only_where_they_say_so():
+    program = spmd.export(lambda x: (x.sum(0), x * 2), (X,), mesh=MESH, placements={"*": {"a": Shard(1)}})
+    assert program.placements["x"]["a"] == Shard(1)  # and out.0, of one dim, was not asked for it
+    program = spmd.export(lambda x: (x + 1, x * 2), (X,), mesh=MESH, placements={"out.*": {"a": Shard(0)}})
+    assert [program.placements[f"out.{i}"]["a"] for i in range(2)] == [Shard(0)] * 2
+
+
+def test_a_loss_keeps_its_shape_and_buffers_their_values():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return self.norm(x).square().mean().reshape(1, 1)
+
+    model, same = Counts(), Counts()
+    program = spmd.export(model, (X,), mesh=MESH, placements={"x": {"a": Shard(0)}}, backward=True)
+    loss, grads = program.simulate(X)
+    assert model.norm.num_batches_tracked == 0  # simulation changes nothing
+    expected = same(X)
+    expected.sum().backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads, {n: p.grad for n, p in same.named_parameters()})
+    torch.testing.assert_close(program.simulate_mutations(X), dict(same.named_buffers()))
+
+
+def test_compiled_modules_are_what_they_were_made_from():
+    layer = nn.Linear(6, 8)
+    program = spmd.export(torch.compile(layer), (X,), mesh=MESH, placements={"weight": {"a": Shard(0)}})
+    torch.testing.assert_close(program.simulate(X), layer(X))
+    assert program.text().startswith('program "Linear"')

@@ -1,0 +1,122 @@
+"""The command line: `spmd-compiler plan FILE.py:FUNCTION --mesh dp=8,tp=4`.  No GPU and no process group needed."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .cost import PROFILES, read_toml
+from .placements import SpmdError
+from .program import Program, export
+from .text import readable
+
+LEVELS = ("summary", "collectives", "full")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="spmd-compiler")
+def main() -> None:
+    """Plan single-device PyTorch programs on meshes of devices."""
+
+
+@main.command(
+    epilog="\b\nExamples:\n"
+    "  spmd-compiler plan train.py:step --mesh dp=8,tp=4 --profile h100\n"
+    "  spmd-compiler plan train.py:step --mesh dp=64 --placements fsdp.toml --backward --level summary\n"
+    "\b\nA file of placements has a table or a line for each name or glob:\n"
+    "  ['layers.*.weight']\n"
+    "  tp = 'S(0)'\n"
+)
+@click.argument("target", metavar="FILE.py:FUNCTION")
+@click.option("--mesh", required=True, metavar="AXIS=SIZE,...", help="The devices, outermost axis first.")
+@click.option("--profile", metavar="NAME|FILE.toml", help=f"Prices: {', '.join(PROFILES)}, or a file.")
+@click.option("--placements", "file", type=click.Path(exists=True, dir_okay=False), help="Placements by name, as TOML.")
+@click.option("--backward/--no-backward", default=None, help="The first output is a loss; plan its gradients too.")
+@click.option("--level", type=click.Choice(LEVELS), default="full", show_default=True, help="How much to print.")
+def plan(target: str, mesh: str, profile: str | None, file: str | None, backward: bool | None, level: str) -> None:
+    """Plan what FUNCTION returns and print the program.
+
+    FUNCTION takes no arguments and gives what `spmd_compiler.export` takes: a tuple (model or function, args[,
+    kwargs]), or a dict of export's own arguments.  What the options say replaces what the dict says.  Build
+    large models under torch.device("meta"): nothing is allocated.
+    """
+    try:
+        asked = _arguments(_load(target)())
+        asked["mesh"] = _mesh(mesh)
+        if file is not None:
+            asked["placements"] = read_toml(file)
+        if profile is not None:
+            asked["profile"] = profile
+        if backward is not None:
+            asked["backward"] = backward
+        program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
+    except SpmdError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(_shown(program, level), nl=False)
+
+
+def _load(target: str) -> Any:
+    """The function named ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``."""
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise click.BadParameter(f"{target!r} is not FILE.py:FUNCTION")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise click.BadParameter(f"there is no file {place}")
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        found = runpy.run_path(place, run_name="spmd_plan")
+    else:
+        try:
+            found = vars(importlib.import_module(place))
+        except ModuleNotFoundError as error:
+            raise click.BadParameter(str(error)) from None
+    if not callable(found.get(name)):
+        functions = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
+        raise click.BadParameter(f"{place} has no function {name!r}; there are {', '.join(functions)}")
+    return found[name]
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """The keyword arguments of `export` that a function gave."""
+    if isinstance(given, Mapping):
+        found = dict(given)
+    elif isinstance(given, tuple) and len(given) in (2, 3):
+        found = dict(zip(("model_or_fn", "args", "kwargs"), given, strict=False))
+    else:
+        raise SpmdError(f"the function gave {type(given).__name__}, not (model, args), (model, args, kwargs) or a dict")
+    if not {"model_or_fn", "args"} <= found.keys():
+        raise SpmdError("the dict lacks 'model_or_fn' or 'args'")
+    return found
+
+
+def _mesh(text: str) -> dict[str, int]:
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit():
+            raise click.BadParameter(f"{text!r} is not AXIS=SIZE,...", param_hint="--mesh")
+        sizes[name.strip()] = int(size)
+    return sizes
+
+
+def _shown(program: Program, level: str) -> str:
+    if level == "full":
+        return program.text()
+    lines = [
+        f"{program.local.captured.name}  {program.mesh}",
+        f"predicted  {program.price * 1e3:.3f} ms a step, proven within {program.gap:.2%} of the cheapest plan",
+        "memory     " + ", ".join(f"{k} {readable(v)}" for k, v in program.memory.items()) + " a device",
+        f"wire       {readable(program.wire_bytes)} a device in {len(program.collectives)} collectives",
+    ]
+    if program.replicated_ops:
+        lines.append(f"no rule    {', '.join(program.replicated_ops)}")
+    if level == "collectives":
+        lines += [f"{c.phase:8}  {c.kind}[{c.axis}]  {readable(c.wire_bytes)}  {c.source}  {c.why}"
+                  for c in program.collectives]  # fmt: skip
+    return "\n".join(lines) + "\n"

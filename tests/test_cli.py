@@ -1,0 +1,85 @@
+"""The command line, as a user types it."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import spmd_compiler as spmd
+from spmd_compiler.cli import main
+
+SOURCE = '''
+import torch
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def tuple_of():
+    with torch.device("meta"):
+        return net(), (torch.empty(8, 16),)
+
+
+def dict_of():
+    with torch.device("meta"):
+        return dict(model_or_fn=net(), args=(torch.empty(8, 16),), mesh={"a": 2})
+
+
+def neither():
+    return 3
+'''
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "job.py").write_text(SOURCE)
+    (tmp_path / "tp.toml").write_text("""['0.*']\ntp = "S(0)"\n['2.weight']\ntp = "S(1)"\n""")
+    (tmp_path / "mine.toml").write_text("""base = "a100"\nnode_size = 4\n[inter]\nalpha = 1e-5\nbandwidth = 5e9\n""")
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: CliRunner().invoke(main, args)
+
+
+def without_lines(text):
+    """A program's text without its comments: `expected` is planned from another line."""
+    return [line.partition("  #")[0].rstrip() for line in text.splitlines()]
+
+
+def test_plan(run):
+    found = run("plan", "job.py:tuple_of", "--mesh", "dp=2,tp=4", "--placements", "tp.toml", "--profile", "h100")
+    assert found.exit_code == 0, found.output
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    expected = spmd.export(
+        net, (torch.empty(8, 16),), mesh={"dp": 2, "tp": 4}, profile="h100",
+        placements={"0.*": {"tp": spmd.Shard(0)}, "2.weight": {"tp": spmd.Shard(1)}},
+    )  # fmt: skip
+    assert without_lines(found.output) == without_lines(expected.text())
+    found = run("plan", "job.py:tuple_of", "--mesh", "dp=2,tp=4", "--placements", "tp.toml", "--level", "collectives")
+    assert all(c.why in found.output for c in expected.collectives) and expected.collectives
+    assert "0.00%" in found.output
+
+
+def test_dicts_and_profiles(run):
+    found = run("plan", "job.py:dict_of", "--mesh", "dp=8", "--profile", "mine.toml", "--level", "summary")
+    assert found.exit_code == 0 and "mesh(dp=8)" in found.output  # the option, not the dict's own mesh
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("job.py:nothing", "--mesh", "a=2"), "there are net, tuple_of, dict_of, neither"),
+        (("jobs.py:net", "--mesh", "a=2"), "no file jobs.py"),
+        (("job.py", "--mesh", "a=2"), "FILE.py:FUNCTION"),
+        (("job.py:tuple_of", "--mesh", "a"), "AXIS=SIZE"),
+        (("job.py:tuple_of", "--mesh", "a=0"), "positive"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--profile", "h900"), "unknown profile"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--profile", "tp.toml"), "a profile has no"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--placements", "tp.toml"), "no axis 'tp'"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--backward"), "scalar loss"),
+        (("job.py:neither", "--mesh", "a=2"), "int"),
+    ],
+)
+def test_errors_have_no_traceback(run, args, words):
+    found = run("plan", *args)
+    assert found.exit_code not in (0, 3) and words in found.output.replace("\n", " "), found.output
+    assert "Traceback" not in found.output and isinstance(found.exception, SystemExit)
