@@ -165,5 +165,5 @@ def test_constrain():
 
 
 def test_loss_must_be_a_scalar():
-    with pytest.raises(SpmdError, match="first output must be a scalar loss"):
+    with pytest.raises(SpmdError, match="first output must be a real scalar loss"):
         capture(nn.Linear(2, 2), torch.randn(3, 2), backward=True)
