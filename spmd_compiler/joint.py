@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
+from .decompositions import table
 from .ir import Captured, Input, Output, source_line
 from .ops.random import is_random
 from .placements import Mesh, Spec, SpmdError
@@ -37,24 +38,10 @@ aten = torch.ops.aten
 
 
 @functools.cache
-def DECOMPOSITIONS() -> Mapping[Any, Callable[..., Any]]:
-    """Inductor's decompositions, and products with a sum as a product and a sum; attention and clones stay."""
+def all_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Inductor's decompositions and ours; attention and clones stay."""
     kept = ("scaled_dot_product", "aten.clone")
-    table = {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)}
-
-    def added(product: Any) -> Callable[..., Any]:
-        def decomposed(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-            out = product(a, b)
-            out = out if alpha == 1 else out * alpha
-            if beta == 0:
-                return out
-            return out + (bias if beta == 1 else bias * beta)
-
-        return decomposed
-
-    table[aten.addmm.default] = added(torch.mm)
-    table[aten.baddbmm.default] = added(torch.bmm)
-    return table
+    return {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)} | table()
 
 
 @dataclass
@@ -89,8 +76,8 @@ class OutputIndex:
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
     try:
-        with contextlib.ExitStack() as stack, _compiling():
-            return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=DECOMPOSITIONS())
+        with contextlib.ExitStack() as stack, _compiling(), _own_kernels():
+            return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         what = str(error) or type(error).__name__
         raise SpmdError(
@@ -111,6 +98,21 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def _own_kernels() -> Iterator[None]:
+    """Our decompositions in place of torch's own Python kernels for autograd, which would go first."""
+    replaced = {op: dict(op.py_kernels) for op in table() if torch._C.DispatchKey.Autograd in op.py_kernels}
+    try:
+        for op in replaced:
+            op.py_kernels[torch._C.DispatchKey.Autograd] = table()[op]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in replaced.items():
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
 def check_dense(values: Sequence[Any]) -> None:
     """Raise `SpmdError` for sparse, nested and quantized tensors."""
     for value in values:
@@ -129,6 +131,17 @@ def check_dense(values: Sequence[Any]) -> None:
             )
         if value.is_quantized:
             raise SpmdError(f"an argument of shape {shape} is quantized ({value.dtype}); give it as dequantize()")
+
+
+def _check_strided(gm: GraphModule) -> None:
+    """Raise `SpmdError` where the program makes a sparse tensor."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise SpmdError(
+                f"{node.name} ({source_line(node)}): {node.target} makes a sparse tensor, which has no placement; use "
+                "dense ones (sparse=False in an embedding: a table sharded by rows has small gradients already)"
+            )
 
 
 def _user_line(error: BaseException) -> str:
@@ -247,6 +260,7 @@ def assemble(
     """The `Front` of an exported joint graph, from the descriptors of its placeholders and outputs."""
     gm: GraphModule = joint.graph_module
     gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
+    _check_strided(gm)
     constants = _lift_constants(gm, fake_mode)
     _set_phases(gm)
     _name_axes(gm, mesh)

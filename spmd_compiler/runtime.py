@@ -262,7 +262,7 @@ class Runner:
         return slot.place(tensor)
 
     def _write_back(self, target: torch.Tensor, placed: torch.Tensor, value: Any, with_grad: bool) -> None:
-        if with_grad and torch.is_grad_enabled():
+        if with_grad and torch.is_grad_enabled() and not target.is_leaf:  # a leaf was written to under no_grad
             target.copy_(value)
         elif placed is target:
             with torch.no_grad():

@@ -278,6 +278,9 @@ case(aten.embedding.default, lambda s: [s.f(5, 3), s.i(4, high=5), 2], shards="v
 case(aten.embedding_dense_backward.default, lambda s: [s.f(4, 2, 3), s.i(4, 2, high=5), 5, -1, False], shards="v d b0")
 case(aten.embedding_dense_backward.default, lambda s: [s.f(4, 8), s.i(4), 8, 3, False], shards="v d b0")
 case(aten.embedding_dense_backward.default, lambda s: [s.f(4, 8), s.i(4, high=3), 8, 1, True], shards="d")
+for norm in (1.0, 2.0, 3.0, math.inf):
+    case(aten.embedding_renorm.default, lambda s, n=norm: [s.f(8, 4), s.i(2, 6), 1.0, n], shards="v d")
+case(aten.embedding_renorm.default, lambda s: [s.f(5, 3), s.i(4, high=5), 0.5, 2.0], shards="v d")
 case(aten.gather.default, lambda s: [s.f(8, 6), 1, s.i(8, 1, high=6)], shards="d0 v")
 case(aten.gather.default, lambda s: [s.f(5, 8), 0, s.i(3, 8, high=5)], shards="d1 v k")
 case(aten.gather.default, lambda s: [s.f(8, 6), 0, s.i(8, 1)], shards="v k")

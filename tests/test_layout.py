@@ -12,7 +12,7 @@ LINES = 600
 LEVELS = (
     ("symbolic",),
     ("placements", "collectives"),
-    ("dtensors", "cost", "ir"),
+    ("decompositions", "dtensors", "cost", "ir"),
     ("annotations", "rules", "redistribute", "text", "simulate"),
     ("ops.forms",),
     ("ops.reduce",),

@@ -7,6 +7,7 @@ of their own, ``k`` or ``b<i>``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,34 @@ def _(node: Node) -> Rule | None:
         node, [(*ids, ("d",)), ids], [(("v",), ("d",))], [[0]], form=form,
         whole=frozenset(f for (f,) in ids) | {"v"} if by_count else frozenset(),
     )  # fmt: skip
+
+
+@define(aten.embedding_renorm.default)
+def _(node: Node) -> Rule | None:
+    """The rows that ``index`` names, scaled down to the norm that they may have."""
+    index, order = node.args[1], node.args[3]
+
+    def form(e: Emit, weight: Node, index: Node, most: float, order: float) -> Node:
+        cut = bool(e.axes("v"))
+        if cut:
+            weight, index = _trashed(e, weight, 0, index)
+        index = e.call(aten.reshape.default, index, [-1])
+        rows = e.call(aten.index.Tensor, weight, [index])
+        size = e.call(aten.abs.default, rows)
+        if math.isinf(order):
+            top = e.call(aten.amax.default, padded(e, size, 1, "d", 0), [1], True)
+            norm = e.all_reduce(top, "d", "max")
+        else:
+            total = e.call(aten.sum.dim_IntList, e.call(aten.pow.Tensor_Scalar, size, order), [1], True)
+            norm = e.call(aten.pow.Tensor_Scalar, e.all_reduce(total, "d"), 1 / order)
+        scale = e.call(aten.div.Tensor, constant(e, most, norm), e.call(aten.add.Tensor, norm, 1e-7))
+        scale = e.call(aten.where.self, e.call(aten.gt.Scalar, norm, most), scale, constant(e, 1, scale))
+        made = e.call(aten.index_put.default, weight, [index], e.call(aten.mul.Tensor, rows, scale))
+        return e.call(aten.slice.Tensor, made, 0, 0, e.size("v")) if cut else made
+
+    if order <= 0:
+        return None
+    return fit(node, [(("v",), ("d",)), ((),) * index.meta["val"].dim()], [(("v",), ("d",))], form=form)
 
 
 # --- along one dim: gather, scatter and their kin -----------------------------------------------------------

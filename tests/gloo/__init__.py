@@ -1,4 +1,4 @@
-"""Real processes: a pool of gloo ranks that serves many cases (`Pool`)."""
+"""Real processes: a pool of gloo ranks that serves many cases (`Pool`), and what runs on them (`measure`)."""
 
 from gloo.pool import Pool
 

@@ -1,0 +1,141 @@
+"""Decompositions of our own, for ops that Inductor's table lacks (their parts have rules) or gets wrong."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .placements import SpmdError
+
+aten = torch.ops.aten
+SUM, MEAN, MAX = range(3)  # the modes of an embedding bag
+
+
+def with_addend(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A product and a sum: ``addmm`` of ``mm``."""
+
+    def decomposed(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+        out = product(a, b)
+        out = out if alpha == 1 else out * alpha
+        if beta == 0:
+            return out
+        return out + (bias if beta == 1 else bias * beta)
+
+    return decomposed
+
+
+# --- embedding bags -----------------------------------------------------------------------------------------
+
+
+def embedding_bag(
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad: bool = False, mode: int = SUM, sparse: bool = False,
+    weights: Tensor | None = None, include_last: bool = False, padding: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Rows looked up, then added (or compared) into the row of their bag.  Raises `SpmdError` where ``sparse``.
+
+    Returns the bags, the bag of each index, the number of indices that count in each bag, and (mode max) the index
+    that each element came from, the first of equals.
+    """
+    if sparse:
+        raise SpmdError("embedding_bag: sparse gradients have no placement; leave sparse=True out")
+    if include_last:
+        offsets = offsets[:-1]
+    count, bags, width = indices.shape[0], offsets.shape[0], weight.shape[1]
+    place = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
+    bag = torch.searchsorted(offsets, place, right=True) - 1
+    rows = aten.embedding(weight, indices)
+    kept = indices != padding
+    size = offsets.new_zeros(bags).index_add(0, bag, kept.to(offsets.dtype))
+    if mode == MAX:
+        lowest = rows.new_full((bags, width), -torch.inf)
+        if padding >= 0:
+            rows = torch.where(kept.unsqueeze(-1), rows, -torch.inf)
+        where = bag.unsqueeze(-1).expand(count, width)
+        top = lowest.scatter_reduce(0, where, rows, "amax")
+        first = torch.where(rows == top.index_select(0, bag), place.unsqueeze(-1), count - 1)
+        first = first.new_full((bags, width), count - 1).scatter_reduce(0, where, first, "amin")
+        filled = (size > 0).unsqueeze(-1)
+        source = torch.where(filled, indices.index_select(0, first.reshape(-1)).reshape(bags, width), -1)
+        return torch.where(filled, top, 0), bag, size, source
+    if weights is not None:
+        rows = rows * weights.unsqueeze(-1)
+    if padding >= 0:
+        rows = rows * kept.unsqueeze(-1)
+    out = rows.new_zeros((bags, width)).index_add(0, bag, rows)
+    if mode == MEAN:
+        out = out / size.clamp_min(1).unsqueeze(-1)
+    return out, bag, size, offsets.new_zeros(bags)
+
+
+def embedding_bag_alone(
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad: bool = False, mode: int = SUM, sparse: bool = False,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`embedding_bag` without gradients, so that sparse ones do no harm."""
+    return embedding_bag(weight, indices, offsets, scale_grad, mode, False, *rest)
+
+
+def embedding_bag_backward(
+    grad: Tensor, indices: Tensor, offsets: Tensor, bag: Tensor, size: Tensor, source: Tensor, num_weights: int,
+    scale_grad: bool, mode: int, sparse: bool, weights: Tensor | None, padding: int = -1,
+) -> Tensor:  # fmt: skip
+    """The dense gradient of the table."""
+    if mode == MAX:
+        filled = (size > 0).unsqueeze(-1)
+        table = grad.new_zeros((num_weights, grad.shape[1]))
+        return table.scatter_add(0, torch.where(filled, source, 0), torch.where(filled, grad, 0))
+    if mode == MEAN:
+        grad = grad / size.clamp_min(1).unsqueeze(-1)
+    rows = grad.index_select(0, bag)
+    if weights is not None:
+        rows = rows * weights.unsqueeze(-1)
+    return aten.embedding_dense_backward(rows, indices, num_weights, padding, scale_grad)
+
+
+def embedding_bag_weights_backward(
+    grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bag: Tensor, mode: int, padding: int = -1
+) -> Tensor:
+    """The gradient of the weights of samples."""
+    made = (grad.index_select(0, bag) * aten.embedding(weight, indices)).sum(-1)
+    return made * (indices != padding) if padding >= 0 else made
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The loss, and which classes are targets.  (Torch 2.13's decomposition counts what stands behind the first -1.)"""
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = rows.shape[1]
+    place = torch.arange(classes, device=x.device)
+    end = torch.where(labels == -1, place, classes).amin(-1, keepdim=True)
+    counts = place < end
+    label = torch.where(counts, labels, 0)
+    is_target = ((label.unsqueeze(-1) == place) & counts.unsqueeze(-1)).any(1)
+    margin = (1 - rows.gather(1, label).unsqueeze(-1) + rows.unsqueeze(1)).clamp_min(0)
+    loss = torch.where(counts.unsqueeze(-1) & ~is_target.unsqueeze(1), margin, 0).sum((1, 2)) / classes
+    if reduction == 1:
+        loss = loss.mean()
+    elif reduction == 2:
+        loss = loss.sum()
+    elif x.dim() < 2:
+        loss = loss.squeeze(0)
+    return loss, is_target.to(x.dtype).reshape(target.shape)
+
+
+@functools.cache
+def table() -> dict[Any, Callable[..., Any]]:
+    """By overload; they go before Inductor's."""
+    return {
+        aten.addmm.default: with_addend(torch.mm),
+        aten.baddbmm.default: with_addend(torch.bmm),
+        aten._embedding_bag.default: embedding_bag,
+        aten._embedding_bag_forward_only.default: embedding_bag_alone,
+        aten._embedding_bag_backward.default: embedding_bag_backward,
+        aten._embedding_bag_per_sample_weights_backward.default: embedding_bag_weights_backward,
+        aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+    }
