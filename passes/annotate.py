@@ -7,12 +7,13 @@ import operator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial, Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from ..ir import Captured, copy_meta, is_tensor, source_line
 from ..ops import random
-from ..placements import SpmdError
+from ..placements import Spec, SpmdError
 
 aten = torch.ops.aten
 _SAME = {aten.alias.default, aten.detach.default}
@@ -49,11 +50,20 @@ def run(captured: Captured) -> Captured:
     _mark_regions(graph)
     graph.eliminate_dead_code()
     outputs = [
-        dataclasses.replace(o, spec=captured.inputs[o.of].spec) if o.spec is None and o.of is not None else o
+        dataclasses.replace(o, spec=_followed(captured.inputs[o.of].spec, o.kind)) if o.spec is None and o.of is not None
+        else o
         for o in captured.outputs
-    ]
+    ]  # fmt: skip
     gm = torch.fx.GraphModule(captured.graph, graph)
     return dataclasses.replace(captured, graph=gm, outputs=outputs)
+
+
+def _followed(spec: Spec | None, kind: str) -> Spec | None:
+    """The spec of what follows an input: every term of a partial sum has the gradient of the sum."""
+    if spec is None or kind != "grad":
+        return spec
+    placements = tuple(Replicate() if p == Partial("sum") else p for p in spec.placements)
+    return Spec(spec.axes, placements, spec.nesting)
 
 
 def _placeholders(graph: Graph) -> list[Node]:

@@ -229,6 +229,21 @@ def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
         node.args = tuple(args)
 
 
+def _release_checks(gm: GraphModule) -> None:
+    """Take calls that only check (they return nothing) out of the order of effects: each device checks what it holds."""
+    for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)):
+        token, op, *args = node.args
+        if not isinstance(op, torch._ops.OpOverload) or op._schema.returns:
+            continue
+        with gm.graph.inserting_before(node):
+            check = gm.graph.call_function(op, tuple(args), dict(node.kwargs))
+        check.meta = {**node.meta, "val": None}
+        for taken in list(node.users):
+            taken.replace_all_uses_with(token)
+            gm.graph.erase_node(taken)
+        gm.graph.erase_node(node)
+
+
 def _remove_clones(gm: GraphModule) -> None:
     """Take out aliases, and the clones of outputs that were there to break them (not those of an input itself)."""
     output = gm.graph.output_node()
@@ -261,6 +276,7 @@ def assemble(
     gm: GraphModule = joint.graph_module
     gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
     _check_strided(gm)
+    _release_checks(gm)
     constants = _lift_constants(gm, fake_mode)
     _set_phases(gm)
     _name_axes(gm, mesh)
@@ -269,20 +285,25 @@ def assemble(
     place: dict[Any, int] = {}
     tangents: list[tuple[Any, Node]] = []
     lifted = iter(constants)
+    spent: list[Node] = []  # tokens that nothing orders any more
     for node in gm.graph.find_nodes(op="placeholder"):
         desc = node.meta.get("desc")
         if isinstance(desc, descriptors.TangentAOTInput):
             tangents.append((desc.output, node))
             continue
-        place[desc] = len(inputs)
         if isinstance(desc, descriptors.PlainAOTInput):
+            place[desc] = len(inputs)
             inputs.append(named[desc.idx])
             arguments.append(desc.idx)
         elif desc is None:
+            place[desc] = len(inputs)
             inputs.append(Input(f"constant.{len(inputs)}", "buffer", Spec.replicate(mesh)))
             arguments.append(next(lifted))
         elif "token" in desc.expr():
-            call = next(iter(node.users), node)
+            call = next((u for u in node.users if u.op != "output"), None)
+            if call is None:
+                spent.append(node)
+                continue
             raise SpmdError(
                 f"{source_line(call) or call.name}: {call.args[1] if len(call.args) > 1 else call.target} has a side "
                 "effect that orders it among others, which ranks can't share; compute it outside the compiled function"
@@ -301,7 +322,7 @@ def assemble(
     forward = 0
     node = gm.graph.output_node()
     for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
-        if value is None:
+        if value is None or value in spent:
             continue
         if isinstance(desc, descriptors.PlainAOTOutput):
             outputs.append(Output(labels[desc.idx], "output", specs[desc.idx]))
@@ -319,6 +340,8 @@ def assemble(
         kept.append(value)
     node.args = (tuple(kept),)
     node.meta["desc"] = list(index)
+    for token in spent:
+        gm.graph.erase_node(token)
     _remove_clones(gm)
     differentiable = []
     for desc, tangent in tangents:
