@@ -199,7 +199,8 @@ def fit(
     """A rule from dims that hold one factor or none, sizes read off the node's tensors.
 
     A dim of size 1 beside a larger one of the same factor is tied to nothing; sizes that disagree otherwise make
-    the factor whole wherever it stands.  Linear groups with a bool operand are dropped; complex values add up only.
+    the factor whole wherever it stands.  Linear groups with a bool operand, or with fractions that are rounded, are
+    dropped; complex values add up only.
     """
     values = [o.meta["val"] for o in operands(node)]
     made = results(node)
@@ -226,7 +227,12 @@ def fit(
     fitted = [tied(t, s) for t, s in terms]
     if any(t.dtype.is_complex for t in (*values, *made) if t is not None):
         linear_ops = tuple(o for o in linear_ops if o == "sum")
-    groups = [Linear(tuple(g), linear_ops) for g in linear if all(values[i].dtype != torch.bool for i in g)]
+    rounds = any(t is not None and not (t.is_floating_point() or t.is_complex()) for t in made)
+
+    def adds_up(t: torch.Tensor) -> bool:
+        return t.dtype != torch.bool and not (rounds and (t.is_floating_point() or t.is_complex()))
+
+    groups = [Linear(tuple(g), linear_ops) for g in linear if all(adds_up(values[i]) for i in g)]
     return Rule(
         operands=tuple(fitted[: len(ops)]), results=tuple(fitted[len(ops) :]),
         sizes={f: n for f, n in sizes.items() if f not in odd}, linear=tuple(groups), **fields,

@@ -105,8 +105,8 @@ def both(e: Emit, a: Node | None, b: Node | None) -> Node | None:
 
 
 def stacked(e: Emit, x: Node, factor: str, dim: int) -> tuple[Node, int]:
-    """The values (of size 1 in ``dim``) of all devices that share a factor, in the order of its pieces."""
-    total = 1
+    """The values (of one size in ``dim``) of all devices that share a factor, in the order of its pieces."""
+    total = int(x.meta["val"].shape[dim])
     for axis in reversed(e.axes(factor)):
         total *= e.mesh[axis]
         x = e.call(coll.all_gather, x, dim, total, axis, e.mesh[axis])

@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from ..ir import Emit, operands, results
 from ..rules import Dims, Rule, define, dims, fit
-from .forms import constant, highest, lowest, padded, place, stacked
+from ..symbolic import IntExpr
+from .forms import constant, highest, lowest, padded, place, stacked, uneven
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -85,11 +86,8 @@ def all_of(gone: Sequence[int], op: str) -> dict[str, str]:
 
 @define(aten.sum, aten.nansum, aten.count_nonzero, aten.mean, prims.sum)
 def _(node: Node) -> Rule | None:
-    x, made = node.args[0].meta["val"], results(node)[0]
     sums = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, prims.sum.default)
     linear = node.target in sums
-    if x.dtype.is_floating_point and not made.dtype.is_floating_point and not made.dtype.is_complex:
-        linear = False
     form = _mean if node.target.overloadpacket is aten.mean else None
     return reduction(node, linear=[[0]] if linear else [], form=form)
 
@@ -133,7 +131,20 @@ def _(node: Node) -> Rule | None:
 
 @define(aten.aminmax.default)
 def _(node: Node) -> Rule | None:
-    return reduction(node, whole=frozenset(f"r{i}" for i in reduced_dims(node)))
+    gone = reduced_dims(node)
+
+    def form(e: Emit, x: Node, *, dim: int | None = None, keepdim: bool = False) -> Any:
+        if not shared(e):
+            return same_op(e, x, dim=dim, keepdim=keepdim)
+        found = []
+        for op, fill, kind in ((aten.amin.default, highest, "min"), (aten.amax.default, lowest, "max")):
+            part = x
+            for f in shared(e):
+                part = padded(e, part, int(f[1:]), f, fill(x.meta["val"].dtype))
+            found.append(whole_sum(e, e.call(op, part, gone, keepdim), kind))
+        return tuple(found)
+
+    return reduction(node, reduce=all_of(gone, "none"), form=form)
 
 
 # --- positions of extremes ----------------------------------------------------------------------------------
@@ -144,9 +155,38 @@ def _(node: Node) -> Rule | None:
     """Each device finds its own first extreme; values and global positions are gathered and compared."""
     gone = reduced_dims(node)
     x = node.args[0].meta["val"]
-    if argument(node, "dim") is None or not gone or x.dtype.is_complex or x.dtype == torch.bool:
+    if not gone or x.dtype.is_complex or x.dtype == torch.bool:
         return reduction(node, whole=frozenset(f"r{i}" for i in gone))
-    return reduction(node, reduce=all_of(gone, "none"), form=_position)
+    form = _flat_position if argument(node, "dim") is None else _position
+    return reduction(node, reduce=all_of(gone, "none"), form=form)
+
+
+def _flat_position(e: Emit, x: Node, dim: None = None, keepdim: bool = False) -> Node:
+    """The position among all elements: of equal extremes the one that comes first."""
+    if not shared(e):
+        return same_op(e, x, dim, keepdim)
+    ndim, dtype = x.meta["val"].dim(), x.meta["val"].dtype
+    big = e.node.target is aten.argmax.default
+    for f in shared(e):
+        x = padded(e, x, int(f[1:]), f, lowest(dtype) if big else highest(dtype))
+    held = [e.size(f"r{i}") + int(uneven(e, f"r{i}")) for i in range(ndim)]
+    flat = e.call(aten.reshape.default, x, [-1])
+    at = e.call(e.node.target, flat, 0, True)
+    value = e.call(aten.gather.default, flat, 0, at)
+    index, stride = None, 1
+    for i in reversed(range(ndim)):  # the local position, read in local sizes and written in global ones
+        digit = e.call(aten.remainder.Scalar, at, held[i])
+        at = e.call(aten.div.Tensor_mode, at, held[i], rounding_mode="trunc")
+        term = e.call(aten.mul.Tensor, e.call(aten.add.Tensor, digit, e.offset(f"r{i}")), stride)
+        index, stride = term if index is None else e.call(aten.add.Tensor, index, term), stride * e.sizes[f"r{i}"]
+    for f in shared(e):
+        value, index = (stacked(e, v, f, 0)[0] for v in (value, index))
+    best = e.call(aten.amax.default if big else aten.amin.default, value, [0], True)
+    hit = e.call(aten.eq.Tensor, value, best)
+    if dtype.is_floating_point:
+        hit = e.call(aten.bitwise_or.Tensor, hit, e.call(aten.isnan.default, value))
+    first_hit = e.call(aten.where.self, hit, index, constant(e, highest(torch.int64), index))
+    return e.call(aten.reshape.default, e.call(aten.amin.default, first_hit, [0]), [1] * ndim if keepdim else [])
 
 
 def _position(e: Emit, x: Node, dim: int, keepdim: bool = False) -> Any:
@@ -274,26 +314,58 @@ def along(node: Node, letter: str = "s", **fields: Any) -> Rule | None:
     return fit(node, [named] * len(operands(node)), [named] * len(results(node)), **fields)
 
 
-@define(aten.cumsum.default)
+# the neutral element of each scan, and how what comes before is combined with what is local
+SCANS: dict[Any, tuple[Callable[[torch.dtype], Any], Any]] = {
+    aten.cumsum.default: (lambda dtype: 0, aten.add.Tensor),
+    aten.cumprod.default: (lambda dtype: 1, aten.mul.Tensor),
+    aten.logcumsumexp.default: (lambda dtype: -math.inf, aten.logaddexp.default),
+    aten.cummax.default: (lowest, aten.ge.Tensor),
+    aten.cummin.default: (highest, aten.le.Tensor),
+}
+
+
+@define(*SCANS)
 def _(node: Node) -> Rule | None:
-    """A local scan plus the sum of all totals before it."""
-    return along(node, linear=[[0]], form=_cumsum)
+    """A local scan, combined with a scan of the totals before it: one value a row and device travels."""
+    if node.target is aten.logcumsumexp.default and node.meta["val"].dtype.is_complex:
+        return along(node, whole=frozenset("s"))
+    linear = [[0]] if node.target is aten.cumsum.default else []
+    return along(node, linear=linear, form=_scan, reduce={"s": "none"})
 
 
-def _cumsum(e: Emit, x: Node, dim: int, *, dtype: torch.dtype | None = None) -> Node:
-    scan = same_op(e, x, dim, dtype=dtype)
+def _scan(e: Emit, x: Node, dim: int, **kwargs: Any) -> Any:
     if not e.axes("s"):
-        return scan
-    dim %= x.meta["val"].dim()
-    total = e.call(aten.sum.dim_IntList, x, [dim], True, dtype=dtype or e.node.meta["val"].dtype)
-    totals, _ = stacked(e, total, "s", dim)
-    before = e.call(aten.slice.Tensor, totals, dim, 0, place(e, "s"))
-    return e.call(aten.add.Tensor, scan, e.call(aten.sum.dim_IntList, before, [dim], True))
+        return same_op(e, x, dim, **kwargs)
+    neutral, combine = SCANS[e.node.target]
+    dim, fill = dim % x.meta["val"].dim(), neutral(x.meta["val"].dtype)
+    pairs = isinstance(e.node.meta["val"], (tuple, list))
+    size, here = e.size("s"), place(e, "s")
 
+    def scan(x: Node) -> list[Node]:
+        made = same_op(e, x, dim, **kwargs)
+        return [e.call(operator.getitem, made, i) for i in range(2)] if pairs else [made]
 
-@define(aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten._cummax_helper, aten._cummin_helper)
-def _(node: Node) -> Rule | None:
-    return along(node, whole=frozenset("s"))
+    def part(x: Node, begin: IntExpr, end: IntExpr) -> Node:
+        return e.call(aten.slice.Tensor, x, dim, begin, end)
+
+    def after(x: Node, value: Any) -> Node:
+        return e.call(aten.constant_pad_nd.default, x, [0, 0] * (x.meta["val"].dim() - 1 - dim) + [1, 0], value)
+
+    local = scan(padded(e, x, dim, "s", fill))
+    if pairs:
+        local[1] = e.call(aten.add.Tensor, local[1], e.offset("s"))
+    last = size if uneven(e, "s") else size - 1
+    totals = [stacked(e, part(v, last, last + 1), "s", dim)[0] for v in local]
+    before = [part(v, here, here + 1) for v in scan(after(totals[0], fill))]
+    own = part(local[0], 0, size)
+    if not pairs:
+        return e.call(combine, own, before[0])
+    where = e.call(aten.gather.default, after(totals[1], 0), dim, before[1])
+    newer = e.call(combine, own, before[0])  # of equals the later counts, and so does what is no number
+    if x.meta["val"].dtype.is_floating_point:
+        newer = e.call(aten.bitwise_or.Tensor, newer, e.call(aten.isnan.default, own))
+    found = ((own, before[0]), (part(local[1], 0, size), where))
+    return tuple(e.call(aten.where.self, newer, mine, theirs) for mine, theirs in found)
 
 
 # --- softmax ------------------------------------------------------------------------------------------------
