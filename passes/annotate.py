@@ -49,11 +49,8 @@ def run(captured: Captured) -> Captured:
     _part_phases(graph, params)
     _mark_regions(graph)
     graph.eliminate_dead_code()
-    outputs = [
-        dataclasses.replace(o, spec=_followed(captured.inputs[o.of].spec, o.kind)) if o.spec is None and o.of is not None
-        else o
-        for o in captured.outputs
-    ]  # fmt: skip
+    followed = [None if o.of is None else _followed(captured.inputs[o.of].spec, o.kind) for o in captured.outputs]
+    outputs = [dataclasses.replace(o, spec=o.spec or spec) for o, spec in zip(captured.outputs, followed, strict=True)]
     gm = torch.fx.GraphModule(captured.graph, graph)
     return dataclasses.replace(captured, graph=gm, outputs=outputs)
 

@@ -230,7 +230,7 @@ def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
 
 
 def _release_checks(gm: GraphModule) -> None:
-    """Take calls that only check (they return nothing) out of the order of effects: each device checks what it holds."""
+    """Take calls that return nothing, and so only check, out of the order of effects: a device checks what it holds."""
     for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)):
         token, op, *args = node.args
         if not isinstance(op, torch._ops.OpOverload) or op._schema.returns:

@@ -506,3 +506,45 @@ case(aten.max_pool2d_with_indices.default, lambda s: [s.f(4, 8, 4, 4), [2, 2], [
 case(aten._adaptive_avg_pool2d.default, lambda s: [s.f(8, 4, 4), [2, 1]], shards="d0")
 case(aten.upsample_nearest2d.default, lambda s: [s.f(4, 8, 3, 3), [6, 6]], shards="d0 d1")
 case(aten.upsample_nearest2d_backward.default, lambda s: [s.f(4, 8, 6, 6), [6, 6], [4, 8, 3, 3]], shards="d0 d1")
+
+# --- linear algebra, transforms, distances --------------------------------------------------------------------
+
+
+def positive(s, *shape):
+    """Symmetric matrices with positive eigenvalues."""
+    a = s.f(*shape)
+    return a @ a.mT + 3 * torch.eye(shape[-1], dtype=float64)
+
+
+def triangle(s, *shape):
+    return torch.linalg.cholesky(positive(s, *shape))
+
+
+for shape in ((8, 3, 3), (5, 3, 3)):
+    for name in ["linalg_inv_ex", "linalg_cholesky_ex", "cholesky", "linalg_lu_factor_ex", "linalg_lu", "linalg_qr",
+                 "_linalg_eigh", "_linalg_det", "_linalg_slogdet", "linalg_matrix_exp", "linalg_ldl_factor_ex", "geqrf",
+                 "_linalg_svd", "linalg_eig", "linalg_eigvals"]:  # fmt: skip
+        case(getattr(aten, name).default, lambda s, n=shape: [positive(s, *n)], shards="b0")
+    case(aten.cholesky_inverse.default, lambda s, n=shape: [triangle(s, *n)], shards="b0")
+    case(aten.cholesky_solve.default, lambda s, n=shape: [s.f(*n[:-1], 4), triangle(s, *n)], shards="b0 r")
+    case(aten.linalg_solve_triangular.default, lambda s, n=shape: [triangle(s, *n), s.f(*n[:-1], 4)],
+         lambda s: {"upper": False}, shards="b0 r")  # fmt: skip
+    case(aten.linalg_solve_triangular.default, lambda s, n=shape: [triangle(s, *n), s.f(n[0], 4, n[1])],
+         lambda s: {"upper": False, "left": False}, shards="b0 r")  # fmt: skip
+    case(aten.triangular_solve.default, lambda s, n=shape: [s.f(*n[:-1], 4), triangle(s, *n)], shards="b0 r")
+    case(aten._linalg_solve_ex.default, lambda s, n=shape: [positive(s, *n), s.f(*n[:-1], 4)], shards="b0 r")
+    case(aten._linalg_solve_ex.default, lambda s, n=shape: [positive(s, *n), s.f(*n[:-1])], shards="b0")
+    case(aten.linalg_lu_solve.default, lambda s, n=shape: [*torch.linalg.lu_factor(positive(s, *n)), s.f(*n[:-1], 4)],
+         shards="b0 r")  # fmt: skip
+    case(aten.lu_unpack.default, lambda s, n=shape: [*torch.linalg.lu_factor(positive(s, *n))], shards="b0")
+    case(aten.linalg_householder_product.default, lambda s, n=shape: [*torch.geqrf(positive(s, *n))], shards="b0")
+    case(aten.ormqr.default, lambda s, n=shape: [*torch.geqrf(positive(s, *n)), s.f(*n[:-1], 4)], shards="b0 r")
+case(aten._linalg_solve_ex.default, lambda s: [positive(s, 2, 4, 3, 3), s.f(4, 3, 2)], shards="b0 b1 r", meshes=(CUBE,))
+for shape, over in (((8, 6), [1]), ((5, 4, 3), [0, 2])):
+    case(aten._fft_r2c.default, lambda s, n=shape, d=over: [s.f(*n), d, 0, True])
+    case(aten._fft_c2c.default, lambda s, n=shape, d=over: [torch.complex(s.f(*n), s.f(*n)), d, 2, False])
+    case(aten._fft_c2r.default, lambda s, n=shape, d=over: [torch.complex(s.f(*n), s.f(*n)), d, 1, 2 * n[-1] - 2])
+case(aten._cdist_forward.default, lambda s: [s.f(2, 8, 3), s.f(2, 5, 3), 2.0, None], shards="~0 p r")
+case(aten._cdist_backward.default, lambda s: [s.f(8, 5), s.f(8, 3), s.f(5, 3), 1.0, s.p(8, 5)], shards="p r")
+case(aten._trilinear.default, lambda s: [s.f(8, 3), s.f(5, 3, 4), s.f(8, 4), [1, 3], [0], [1, 2], [2, 3]],
+     shards="t0 t1 t2 t3")  # fmt: skip

@@ -1,5 +1,7 @@
 """The rules, by family.  Importing this package registers all of them."""
 
-from . import attention, create, index, matmul, pointwise, random, reduce, sort, view, window
+from . import attention, create, index, linalg, matmul, pointwise, random, reduce, sort, view, window
 
-__all__ = ["attention", "create", "index", "matmul", "pointwise", "random", "reduce", "sort", "view", "window"]
+__all__ = [
+    "attention", "create", "index", "linalg", "matmul", "pointwise", "random", "reduce", "sort", "view", "window",
+]  # fmt: skip
