@@ -109,3 +109,22 @@ def test_ops(name, mesh):
     where = dict(zip(mesh, (Shard(0), Shard(1), Shard(1)), strict=False))
     program = spmd.export(OPS[name], (x,), mesh=mesh, placements={"x": where}, verify=True)
     torch.testing.assert_close(program.simulate(x), OPS[name](x))
+
+
+def test_a_check_of_linear_algebra_runs_where_its_matrices_are():
+    a, b = torch.randn(8, 3, 3), torch.randn(8, 3, 2)
+    program = spmd.export(
+        torch.linalg.solve, (a, b), mesh={"a": 4}, placements={"args.*": {"a": spmd.Shard(0)}}, profile="bytes"
+    )
+    assert not program.collectives and not program.replicated_ops
+    torch.testing.assert_close(program.simulate(a, b), torch.linalg.solve(a, b))
+    a[5] = 0
+    with pytest.raises(RuntimeError, match="singular"):
+        program.simulate(a, b)
+
+
+def test_the_gradient_of_a_partial_input_is_that_of_its_sum():
+    x = torch.randn(8, 4, requires_grad=True)
+    placed = {"x": {"a": spmd.Partial()}}
+    program = spmd.export(lambda x: x.square().sum(), (x,), mesh={"a": 4}, placements=placed, backward=True)
+    torch.testing.assert_close(program.simulate(x)[1]["x"], 2 * x)
