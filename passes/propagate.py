@@ -181,7 +181,8 @@ class _Builder:
             return self._add(node, replicated(node), used)
         r = rule_of(node)
         if r is None:
-            if any(v is not None for v in results(node)):
+            values = [v for v in results(node) if v is not None]
+            if values and any(v.numel() > 1 for v in (*values, *(o.meta["val"] for o in used))):
                 self.fallback.append(str(node.target))
             r = replicated(node)
         return self._add(node, self._reachable(r, used), used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,38 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
     return loss, is_target.to(x.dtype).reshape(target.shape)
 
 
+# --- masks that number what they let through ------------------------------------------------------------------
+
+
+def _numbered(mask: Tensor) -> Tensor:
+    """For each element the number of those let through before it."""
+    return mask.reshape(-1).cumsum(0) - mask.reshape(-1).long()
+
+
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements of ``source``, in order, where ``mask`` holds."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    if source.numel() == 0:
+        return x.clone()
+    at = _numbered(mask).clamp_max(source.numel() - 1)
+    return torch.where(mask, source.reshape(-1).index_select(0, at).reshape(x.shape), x)
+
+
+def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Any) -> Tensor:
+    """The gradient of ``source``: what ``mask`` lets through, in order, then zeros."""
+    mask = mask.expand(grad.shape)
+    made = grad.new_zeros(math.prod(sizes))
+    if made.numel() == 0 or grad.numel() == 0:
+        return made.reshape(sizes)
+    at = _numbered(mask).clamp_max(made.numel() - 1)
+    return made.index_add(0, at, torch.where(mask, grad, 0).reshape(-1)).reshape(sizes)
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
 @functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
     """By overload; they go before Inductor's."""
@@ -138,4 +171,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._embedding_bag_backward.default: embedding_bag_backward,
         aten._embedding_bag_per_sample_weights_backward.default: embedding_bag_weights_backward,
         aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+        aten.masked_scatter.default: masked_scatter,
+        aten.masked_scatter_backward.default: masked_scatter_backward,
+        aten.glu.default: glu,
     }

@@ -229,6 +229,11 @@ def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
         node.args = tuple(args)
 
 
+def _is_token(node: Node) -> bool:
+    desc = node.meta.get("desc")
+    return desc is not None and "token" in desc.expr()
+
+
 def _release_checks(gm: GraphModule) -> None:
     """Take calls that return nothing, and so only check, out of the order of effects: a device checks what it holds."""
     for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)):
@@ -242,6 +247,12 @@ def _release_checks(gm: GraphModule) -> None:
             taken.replace_all_uses_with(token)
             gm.graph.erase_node(taken)
         gm.graph.erase_node(node)
+    out = gm.graph.output_node()
+    spent = [n for n in gm.graph.find_nodes(op="placeholder") if _is_token(n) and list(n.users) in ([], [out])]
+    kept = [(v, d) for v, d in zip(out.args[0], out.meta["desc"], strict=True) if v not in spent]
+    out.args, out.meta["desc"] = (tuple(v for v, _ in kept),), [d for _, d in kept]
+    for token in spent:
+        gm.graph.erase_node(token)
 
 
 def _remove_clones(gm: GraphModule) -> None:
@@ -285,7 +296,6 @@ def assemble(
     place: dict[Any, int] = {}
     tangents: list[tuple[Any, Node]] = []
     lifted = iter(constants)
-    spent: list[Node] = []  # tokens that nothing orders any more
     for node in gm.graph.find_nodes(op="placeholder"):
         desc = node.meta.get("desc")
         if isinstance(desc, descriptors.TangentAOTInput):
@@ -299,11 +309,8 @@ def assemble(
             place[desc] = len(inputs)
             inputs.append(Input(f"constant.{len(inputs)}", "buffer", Spec.replicate(mesh)))
             arguments.append(next(lifted))
-        elif "token" in desc.expr():
-            call = next((u for u in node.users if u.op != "output"), None)
-            if call is None:
-                spent.append(node)
-                continue
+        elif _is_token(node):
+            call = next(iter(node.users), node)
             raise SpmdError(
                 f"{source_line(call) or call.name}: {call.args[1] if len(call.args) > 1 else call.target} has a side "
                 "effect that orders it among others, which ranks can't share; compute it outside the compiled function"
@@ -322,7 +329,7 @@ def assemble(
     forward = 0
     node = gm.graph.output_node()
     for value, desc in zip(node.args[0], node.meta["desc"], strict=True):
-        if value is None or value in spent:
+        if value is None:
             continue
         if isinstance(desc, descriptors.PlainAOTOutput):
             outputs.append(Output(labels[desc.idx], "output", specs[desc.idx]))
@@ -340,8 +347,6 @@ def assemble(
         kept.append(value)
     node.args = (tuple(kept),)
     node.meta["desc"] = list(index)
-    for token in spent:
-        gm.graph.erase_node(token)
     _remove_clones(gm)
     differentiable = []
     for desc, tangent in tangents:

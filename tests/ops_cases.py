@@ -316,6 +316,7 @@ case(
     lambda s: {"include_self": False}, shards="v",
 )  # fmt: skip
 case(aten.index_add.default, lambda s: [s.f(8, 5), 1, s.i(6, high=5), s.f(8, 6)], shards="d0 v k")
+case(aten.index_reduce.default, lambda s: [s.f(9, 3), 0, s.i(5, high=9), s.f(5, 3), "amax"], shards="v d1")
 case(aten.index_copy.default, lambda s: [s.f(8, 5), 1, torch.tensor([3, 0]), s.f(8, 2)], shards="d0 v")
 case(aten.index_fill.int_Scalar, lambda s: [s.f(8, 5), 1, torch.tensor([3, 0]), 2.0], shards="d0 v")
 case(aten.index.Tensor, lambda s: [s.f(8, 5), [s.i(2, 4, low=-8)]], shards="v0 d1 b1")
@@ -548,3 +549,11 @@ case(aten._cdist_forward.default, lambda s: [s.f(2, 8, 3), s.f(2, 5, 3), 2.0, No
 case(aten._cdist_backward.default, lambda s: [s.f(8, 5), s.f(8, 3), s.f(5, 3), 1.0, s.p(8, 5)], shards="p r")
 case(aten._trilinear.default, lambda s: [s.f(8, 3), s.f(5, 3, 4), s.f(8, 4), [1, 3], [0], [1, 2], [2, 3]],
      shards="t0 t1 t2 t3")  # fmt: skip
+case(aten.linalg_pinv.atol_rtol_tensor, lambda s: [positive(s, 8, 3, 3)],
+     lambda s: {"atol": s.p(8) * 1e-9, "rtol": s.p() * 1e-9}, shards="b0")  # fmt: skip
+for n in (2, 3):
+    look, back = (getattr(aten, f"grid_sampler_{n}d{b}").default for b in ("", "_backward"))
+    x, grid = (lambda s, n=n: s.f(5, 4, *[3] * n)), (lambda s, n=n: s.f(5, 4, *[2] * (n - 1), n))
+    case(look, lambda s, x=x, g=grid: [x(s), g(s), 0, 0, False], shards="n c p0")
+    case(back, lambda s, x=x, g=grid, n=n: [s.f(5, 4, 4, *[2] * (n - 1)), x(s), g(s), 0, 0, False, [True, True]],
+         shards="n c p0")  # fmt: skip

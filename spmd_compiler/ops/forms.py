@@ -113,6 +113,14 @@ def stacked(e: Emit, x: Node, factor: str, dim: int) -> tuple[Node, int]:
     return x, total
 
 
+def stacked_positions(e: Emit, where: Node, factor: str, dim: int, below: int) -> Node:
+    """`stacked` of positions, which are less than ``below``: in 32 bits where they fit."""
+    if below >= 2**31:
+        return stacked(e, where, factor, dim)[0]
+    short, _ = stacked(e, e.call(prims.convert_element_type.default, where, torch.int32), factor, dim)
+    return e.call(prims.convert_element_type.default, short, torch.int64)
+
+
 def place(e: Emit, factor: str) -> IntExpr:
     """The number of this device's piece among all pieces of a factor."""
     index: IntExpr = 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, is_tensor, operands
+from ..ir import Emit, is_tensor, operands, results
 from ..rules import ANY_OP, Dims, Rule, define, dims, fit
 from .forms import both, constant, first, local_index, padded, positions, uneven, zero_unless
 from .reduce import argument
@@ -154,6 +154,7 @@ SCATTERS = {
     aten.scatter_reduce.two: "reduce",
     aten.index_add.default: "sum",
     aten.index_copy.default: "set",
+    aten.index_reduce.default: "keep",
     aten.index_fill.int_Scalar: "set",
     aten.scatter.reduce: "keep",
 }
@@ -166,7 +167,7 @@ def _(node: Node) -> Rule | None:
         reduce = argument(node, "reduce")
         include = argument(node, "include_self")
         kind = {"sum": "sum", "amax": "max", "amin": "min"}.get(reduce, "keep") if include else "keep"
-    one_d = node.target in (aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar)
+    one_d = node.target._schema.name.startswith("aten::index_")
     found = _along(node, one_d)
     if found is None:
         return None
@@ -365,3 +366,18 @@ def _masked_fill(node: Node) -> Rule | None:
         return e.call(aten.where.self, mask, e.call(aten.reshape.default, value, []), x)
 
     return fit(node, [whole, whole[:n], ((),) * value.dim()], [whole], form=form)
+
+
+# --- sampling at the points of a grid -------------------------------------------------------------------------
+
+
+@define(aten.grid_sampler_2d, aten.grid_sampler_3d, aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
+def _(node: Node) -> Rule | None:
+    """Any point may look anywhere: batch, channels and points are free, the dims looked into are whole."""
+    points = dims("p", operands(node)[-1].meta["val"].dim() - 2)
+    x, grid = (("n",), ("c",), *((),) * len(points)), (("n",), *points, ())
+    out = (("n",), ("c",), *points)
+    if len(operands(node)) == 2:
+        return fit(node, [x, grid], [out], [[0]])
+    made = [() if r is None else d for r, d in zip(results(node), (x, grid), strict=True)]
+    return fit(node, [out, x, grid], made, [[0]])

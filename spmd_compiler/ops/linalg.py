@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import operands, results
+from ..ir import Emit, operands, results
 from ..rules import Dims, Rule, define, dims, fit, rule
+from .forms import padded, uneven
 from .reduce import argument
 
 aten = torch.ops.aten
@@ -38,6 +39,7 @@ MATRICES: dict[str, str] = {
     "_linalg_eigvals": "11 -> 1",
     "_linalg_det": "11 -> . 11 1",
     "_linalg_slogdet": "11 -> . . 11 1",
+    "linalg_pinv": "11 . . -> 11",
     "_linalg_check_errors": ". ->",
 }
 # The same where one operand is a right-hand side, of which the op is linear.
@@ -96,7 +98,17 @@ def _(node: Node) -> Rule | None:
 def _(node: Node) -> Rule | None:
     x = node.args[0].meta["val"]
     free = dims("d", x.dim(), [d % x.dim() for d in node.args[1]])
-    return fit(node, [free], [free], [[0]])
+
+    def form(e: Emit, x: Node, *args: Any) -> Node:
+        ragged = [i for i, d in enumerate(free) if d and uneven(e, *d)]
+        for i in ragged:  # the transforms of nothing are an error
+            x = padded(e, x, i, f"d{i}", 0)
+        x = e.call(node.target, x, *args)
+        for i in ragged:
+            x = e.call(aten.slice.Tensor, x, i, 0, e.size(f"d{i}"))
+        return x
+
+    return fit(node, [free], [free], [[0]], form=form)
 
 
 # --- distances and products of three -------------------------------------------------------------------------

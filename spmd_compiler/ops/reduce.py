@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..ir import Emit, operands, results
 from ..rules import Dims, Rule, define, dims, fit
 from ..symbolic import IntExpr
-from .forms import constant, highest, lowest, padded, place, stacked, uneven
+from .forms import constant, highest, lowest, padded, place, stacked, stacked_positions, uneven
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -180,7 +180,8 @@ def _flat_position(e: Emit, x: Node, dim: None = None, keepdim: bool = False) ->
         term = e.call(aten.mul.Tensor, e.call(aten.add.Tensor, digit, e.offset(f"r{i}")), stride)
         index, stride = term if index is None else e.call(aten.add.Tensor, index, term), stride * e.sizes[f"r{i}"]
     for f in shared(e):
-        value, index = (stacked(e, v, f, 0)[0] for v in (value, index))
+        value, _ = stacked(e, value, f, 0)
+        index = stacked_positions(e, index, f, 0, 2 * stride)
     best = e.call(aten.amax.default if big else aten.amin.default, value, [0], True)
     hit = e.call(aten.eq.Tensor, value, best)
     if dtype.is_floating_point:
@@ -201,7 +202,7 @@ def _position(e: Emit, x: Node, dim: int, keepdim: bool = False) -> Any:
     pair = e.call(extreme, x, dim, True)
     values, _ = stacked(e, e.call(operator.getitem, pair, 0), f, dim)
     where = e.call(aten.add.Tensor, e.call(operator.getitem, pair, 1), e.offset(f))
-    where, _ = stacked(e, where, f, dim)
+    where = stacked_positions(e, where, f, dim, e.sizes[f] + 1)
     best = e.call(find, values, dim, True)
     found = [e.call(aten.gather.default, v, dim, best) for v in (values, where)]
     if not keepdim:
@@ -352,10 +353,11 @@ def _scan(e: Emit, x: Node, dim: int, **kwargs: Any) -> Any:
         return e.call(aten.constant_pad_nd.default, x, [0, 0] * (x.meta["val"].dim() - 1 - dim) + [1, 0], value)
 
     local = scan(padded(e, x, dim, "s", fill))
+    last = size if uneven(e, "s") else size - 1
+    totals = [stacked(e, part(local[0], last, last + 1), "s", dim)[0]]
     if pairs:
         local[1] = e.call(aten.add.Tensor, local[1], e.offset("s"))
-    last = size if uneven(e, "s") else size - 1
-    totals = [stacked(e, part(v, last, last + 1), "s", dim)[0] for v in local]
+        totals.append(stacked_positions(e, part(local[1], last, last + 1), "s", dim, e.sizes["s"] + 1))
     before = [part(v, here, here + 1) for v in scan(after(totals[0], fill))]
     own = part(local[0], 0, size)
     if not pairs:

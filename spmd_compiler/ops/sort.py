@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..ir import Emit
 from ..rules import Rule, define, dims, fit
-from .forms import constant, highest, lowest, stacked, uneven
+from .forms import constant, highest, lowest, stacked, stacked_positions, uneven
 from .reduce import along, argument, reduced_dims, reduction
 
 aten = torch.ops.aten
@@ -59,7 +59,8 @@ def _topk(e: Emit, x: Node, k: int, dim: int = -1, largest: bool = True, ordered
     where = e.call(aten.add.Tensor, where, e.offset("s"))
     if real is not None:
         where = e.call(aten.where.self, real, where, constant(e, e.sizes["s"], where))
-    value, where = (stacked(e, v, "s", dim)[0] for v in (value, where))
+    value, _ = stacked(e, value, "s", dim)
+    where = stacked_positions(e, where, "s", dim, e.sizes["s"] + 1)
     if ragged:
         made = e.call(aten.sort.default, where, dim)
         where, order = (e.call(operator.getitem, made, i) for i in range(2))
