@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import sys
@@ -186,8 +187,10 @@ def _append_primal(gm: GraphModule, value: Any) -> Node:
     """A new placeholder behind the primals and before the tangents."""
     primals = [n for n in gm.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
     first = next(iter(gm.graph.nodes))
+    taken = {n.target for n in primals}
+    name = next(n for i in itertools.count(len(primals) + 1) if (n := f"primals_{i}") not in taken)
     with gm.graph.inserting_after(primals[-1]) if primals else gm.graph.inserting_before(first):
-        node = gm.graph.placeholder(f"primals_{len(primals) + 1}")
+        node = gm.graph.placeholder(name)
     node.meta["val"] = value
     return node
 

@@ -183,6 +183,8 @@ class Model:
 
 def solve(problem: Problem) -> Solution:
     """The cheapest solution with a proven bound.  Raises `SpmdError` where no plan exists."""
+    if not problem.variables:
+        return Solution([], [], 0.0, 0.0, 0.0, 0)
     model = Model(problem)
     cost, equal, rhs, less = model.matrices()
     scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
