@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from typing import Any
 
@@ -88,6 +89,8 @@ class _Partitioner:
         if new.op == "placeholder":
             new.target = new.name
         if not results(node):
+            if node.op == "get_attr":  # the body of a higher-order operator
+                new.meta["val"] = operator.attrgetter(node.target)(self.captured.graph)
             self.scalars[node] = new
             return
         spec = self.plan.choice[node].results[0]

@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from . import dynamo
@@ -334,7 +335,8 @@ def capture_function(
     positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
 
     known = detect_fake_mode([*state.values(), *(v for _, v in tensors)])
-    fake_mode = known or FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # loops ask for one
+    fake_mode = known or FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
     function = _Function(owner, model_or_fn, list(state), mesh)
     function.backward = backward
 

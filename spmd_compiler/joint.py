@@ -76,8 +76,9 @@ class OutputIndex:
 
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
+    plain = torch.backends.mkldnn.flags(enabled=False)  # recurrent layers as the products they are made of
     try:
-        with contextlib.ExitStack() as stack, _compiling(), _own_kernels():
+        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), plain:
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         what = str(error) or type(error).__name__
@@ -155,6 +156,8 @@ class UserLines(TorchFunctionMode):
     """Notes the user's line (the innermost frame outside torch and this package) on the nodes of each call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # the bodies of higher-order operators
+            return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
             frame = frame.f_back  # type: ignore[assignment]
@@ -232,6 +235,17 @@ def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
         node.args = tuple(args)
 
 
+def _check_bodies(gm: GraphModule) -> None:
+    """Raise `SpmdError` for draws inside the body of a higher-order operator, which no seed reaches."""
+    for name, body in gm.named_modules():
+        for node in body.graph.nodes if name and isinstance(body, GraphModule) else ():
+            if is_random(node):
+                raise SpmdError(
+                    f"{node.name} ({source_line(node) or name}): {node.target} draws inside the body of a higher-order "
+                    "operator, so that each rank would draw its own; draw before it and pass the numbers in"
+                )
+
+
 def _is_token(node: Node) -> bool:
     desc = node.meta.get("desc")
     return desc is not None and "token" in desc.expr()
@@ -291,6 +305,7 @@ def assemble(
     gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
     _check_strided(gm)
     _release_checks(gm)
+    _check_bodies(gm)
     constants = _lift_constants(gm, fake_mode)
     _set_phases(gm)
     _name_axes(gm, mesh)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._higher_order_ops as higher_order
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -128,3 +129,39 @@ def test_the_gradient_of_a_partial_input_is_that_of_its_sum():
     placed = {"x": {"a": spmd.Partial()}}
     program = spmd.export(lambda x: x.square().sum(), (x,), mesh={"a": 4}, placements=placed, backward=True)
     torch.testing.assert_close(program.simulate(x)[1]["x"], 2 * x)
+
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+HIGHER = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)),
+    "map": lambda x: higher_order.map(lambda r, y: r.cumsum(0) * y, x, x.sum(0)),
+    "scan": lambda x: higher_order.scan(lambda c, r: (c + r, c * r), torch.zeros(6), x)[1],
+    "while": lambda x: higher_order.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x))[1],
+}
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_higher_order_operators(name):
+    function = HIGHER[name]
+    program = spmd.export(function, (X,), mesh={"a": 4}, placements={"x": {"a": Shard(0)}}, profile="bytes")
+    torch.testing.assert_close(program.simulate(X), function(X))
+    if name == "map":
+        assert not program.replicated_ops
+    if name != "while":
+        x = X.clone().requires_grad_()
+        loss = lambda x: function(x).square().sum()  # noqa: E731
+        program = spmd.export(loss, (x,), mesh={"a": 4}, placements={"x": {"a": Shard(1)}}, backward=True)
+        torch.testing.assert_close(program.simulate(x)[1]["x"], torch.autograd.grad(loss(x), x)[0])
+
+
+def test_draws_in_a_body_are_refused():
+    with pytest.raises(spmd.SpmdError, match="draws inside the body"):
+        spmd.export(lambda x: higher_order.map(lambda r: F.dropout(r), x), (X,), mesh={"a": 4})
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(layer):
+    model, x = layer(6, 5, 2, batch_first=True, bidirectional=True), torch.randn(10, 3, 6)
+    program = spmd.export(model, (x,), mesh={"a": 4}, placements={"input": {"a": Shard(0)}}, profile="bytes")
+    assert not program.replicated_ops
+    torch.testing.assert_close(program.simulate(x), model(x))

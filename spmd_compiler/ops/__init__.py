@@ -1,7 +1,8 @@
 """The rules, by family.  Importing this package registers all of them."""
 
-from . import attention, create, index, linalg, matmul, pointwise, random, reduce, sort, view, window
+from . import attention, create, higher_order, index, linalg, matmul, pointwise, random, reduce, sort, view, window
 
 __all__ = [
-    "attention", "create", "index", "linalg", "matmul", "pointwise", "random", "reduce", "sort", "view", "window",
+    "attention", "create", "higher_order", "index", "linalg", "matmul", "pointwise", "random", "reduce", "sort", "view",
+    "window",
 ]  # fmt: skip
