@@ -52,6 +52,7 @@ class _Builder:
         self.partial: dict[tuple[Node, int], frozenset[str]] = {}
         self.fallback: list[str] = []
         self.tangents: dict[int, Node] = {}  # by the output they belong to
+        self.domains: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
         self.shared: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
         self.uneven = self._uneven()
         self.problem.uneven = self.uneven
@@ -134,7 +135,8 @@ class _Builder:
             self.rules[node] = domain
             picks, compute = self._shared_choices(node, domain)
         else:
-            picks, compute = domain, np.zeros(len(domain))
+            picks = self.domains.setdefault(domain, domain)  # equal ones are one object, as `shared` ones are
+            compute = np.zeros(len(picks))
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
         variable = Variable(node.name, picks, compute)
@@ -238,8 +240,9 @@ class _Builder:
                 self.hubs[self.tangents[j], 0, "tie"] = Hub(
                     (index, 0), [(self.index[self.tangents[j]], 0)], tuple(kept.shape), kept.element_size(), tied=True
                 )
+            domain = tuple(Choice((s,), (s,)) for s in specs)
             self.problem.variables.append(
-                Variable(out.name, tuple(Choice((s,), (s,)) for s in specs), np.zeros(len(specs)))
+                Variable(out.name, self.domains.setdefault(domain, domain), np.zeros(len(specs)))
             )
             self._want(value, (index, 0), value.meta.get("phase", "forward"))
             sinks.append(index)

@@ -23,10 +23,12 @@ The answer's price is recomputed from the choices and the trees (`Solution.price
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,28 +37,34 @@ from scipy.sparse import coo_matrix
 
 from .placements import Spec, SpmdError
 from .problem import Hub, Problem, Solution, Table, Tables
+from .quotient import Colours, End, Group, Quotient
 from .redistribute import Move, move_price
 
 INTEGRAL = 1e-6
 SCALE = 1e3  # the dearest column's price as the program sees it
+ROUNDS = (4, 4)  # of refinement, before each attempt to decide equal parts together
+SMALLER = 0.6  # by which the parts that differ must be fewer for that
+LARGE = 1_000_000  # columns that a program is too large with
+TOLERANCE = 1e-6
+
+Flow = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 # --- the linear program ---------------------------------------------------------------------------------------
 
 
 class Model:
-    """Columns, rows and prices of the program, gathered as arrays.
+    """Columns, rows and prices of the program of a quotient, gathered as arrays.
 
-    Variables joined by a hub without arcs share their columns: ``group[v]`` is the first of them and
-    ``choice_of[v][j]`` the choice that column ``j`` stands for.
+    Classes joined by a hub without arcs share their columns: ``group[v]`` is the first of them and ``choice_of[v][j]``
+    the choice that column ``j`` stands for.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.tables = Tables(problem)
-        self.hub_tables = [self.tables.of(h) for h in problem.hubs]
-        self.choice_of = [np.arange(len(v.choices)) for v in problem.variables]
-        self.leader = list(range(len(problem.variables)))
+    def __init__(self, problem: Problem, tables: Tables, quotient: Quotient) -> None:
+        self.problem, self.tables, self.quotient = problem, tables, quotient
+        self.variables = [problem.variables[v] for v in quotient.first]
+        self.choice_of = [np.arange(len(v.choices)) for v in self.variables]
+        self.leader = list(range(len(self.variables)))
         joined = self._join()
         self.cost: list[np.ndarray] = []
         self.columns = 0
@@ -67,25 +75,25 @@ class Model:
         self.less_rows = 0
         self.group = self._add_choices()
         self.choices = self.columns
-        for h, (hub, table) in enumerate(zip(problem.hubs, self.hub_tables, strict=True)):
-            if h not in joined:
-                self._add_hub(hub, table)
+        for g, group in enumerate(quotient.groups):
+            if g not in joined:
+                self._add_hub(group)
 
     def _join(self) -> set[int]:
         """Join a hub's producer and its only consumer where the hub has no arc: one decides the other."""
         joined = set()
         members: dict[int, list[int]] = {}
-        order = sorted(range(len(self.problem.hubs)), key=lambda h: self.problem.hubs[h].source)
-        for h in order:
-            hub, table = self.problem.hubs[h], self.hub_tables[h]
-            if len(hub.consumers) != 1 or self.tables.arcs_kept(hub, table).any():
+        groups = self.quotient.groups
+        for g in sorted(range(len(groups)), key=lambda g: [(e.variable, e.place) for e in groups[g].source]):
+            ends = (groups[g].source, *groups[g].slots)
+            if len(ends) != 2 or any(len(e) != 1 for e in ends) or self._hub(groups[g])[2].any():
                 continue
-            (n, r), (k, i) = hub.source, hub.consumers[0]
-            consumer = self.problem.variables[k]
-            if not consumer.transparent or self.leader[k] != k or k in members:
+            (n, r), (k, i) = ((e.variable, e.place) for (e,) in ends)
+            consumer = self.variables[k]
+            if not consumer.transparent or self.leader[k] != k or k in members or self.leader[n] == k:
                 continue
             wanted = {c.operands[i]: j for j, c in enumerate(consumer.choices)}
-            made = [self.problem.variables[n].choices[c].results[r] for c in self.choice_of[n]]
+            made = [self.variables[n].choices[c].results[r] for c in self.choice_of[n]]
             fits = np.array([s in wanted for s in made])
             if not fits.any():
                 continue
@@ -95,8 +103,17 @@ class Model:
             self.choice_of[k] = np.array([wanted[s] for s in made if s in wanted])
             self.leader[k] = lead
             members.setdefault(lead, []).append(k)
-            joined.add(h)
+            joined.add(g)
         return joined
+
+    def _hub(self, group: Group) -> tuple[Hub, Table, np.ndarray]:
+        """A group's hub, its table, and the arcs kept: all where the group has not all hubs of the classes at it, for
+        then choices around a hub can't change for its sake alone."""
+        hub = self.problem.hubs[group.hub]
+        table = self.tables.of(hub)
+        if hub.tied or all(e.weight == 1.0 for ends in (group.source, *group.slots) for e in ends):
+            return hub, table, self.tables.arcs_kept(hub, table)
+        return hub, table, np.full(len(table.moves), True)
 
     def _add_columns(self, cost: np.ndarray) -> int:
         first = self.columns
@@ -108,69 +125,78 @@ class Model:
         """(1)"""
         compute: dict[int, np.ndarray] = {}
         for v, lead in enumerate(self.leader):
-            seconds = self.problem.variables[v].compute[self.choice_of[v]]
+            ratio = self.quotient.sizes[v] / self.quotient.sizes[lead]
+            seconds = self.variables[v].compute[self.choice_of[v]] * ratio
             compute[lead] = compute[lead] + seconds if lead in compute else seconds
         first = {lead: self._add_columns(seconds) for lead, seconds in compute.items()}
         rows = np.repeat(np.arange(len(first)), [len(s) for s in compute.values()])
         self.equal.append((rows, np.arange(self.columns), np.ones(self.columns)))
-        self.equal_rhs.append(np.ones(len(first)))
+        self.equal_rhs.append(np.array([float(self.quotient.sizes[lead]) for lead in first]))
         self.equal_rows += len(first)
         return [first[lead] for lead in self.leader]
 
-    def _end(self, variable: int, table: Table, specs: Sequence[Spec | None]) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of a variable at a hub, and the state that each makes or wants."""
-        at = np.array([table.index[s] for s in specs if s is not None], dtype=np.int64)[self.choice_of[variable]]
-        return self.group[variable] + np.arange(len(at)), at
+    def _ends(self, table: Table, ends: Sequence[End], made: bool) -> Flow:
+        """The columns of the choices at a hub, the state that each makes (or wants), and its weight there."""
+        columns, states, weights = [], [], []
+        sizes = self.quotient.sizes
+        for end in ends:
+            picks = self.variables[end.variable].choices
+            specs = [(c.results if made else c.operands)[end.place] for c in picks]
+            at = np.array([table.index[s] for s in specs if s is not None], dtype=np.int64)
+            at = at[self.choice_of[end.variable]]
+            columns.append(self.group[end.variable] + np.arange(len(at)))
+            states.append(at)
+            weight = end.weight * sizes[end.variable] / sizes[self.leader[end.variable]]
+            weights.append(np.full(len(at), weight if made else -weight))
+        return np.concatenate(columns), np.concatenate(states), np.concatenate(weights)
 
-    def _add_hub(self, hub: Hub, table: Table) -> None:
-        n, r = hub.source
-        keep = self.tables.arcs_kept(hub, table)
+    def _add_hub(self, group: Group) -> None:
+        hub, table, keep = self._hub(group)
         price = self.tables.price(hub, table)[keep]
         arcs = (table.source[keep], table.target[keep])
-        made = self._end(n, table, [c.results[r] for c in self.problem.variables[n].choices])
-        wants = [
-            self._end(k, table, [c.operands[i] for c in self.problem.variables[k].choices]) for k, i in hub.consumers
-        ]
+        made = self._ends(table, group.source, True)
+        wants = [self._ends(table, slot, False) for slot in group.slots]
         if len(wants) == 1:
-            self._conserve(len(table.states), arcs, self._add_columns(price), [(made, 1.0), (wants[0], -1.0)])
+            self._conserve(len(table.states), arcs, self._add_columns(price), [made, wants[0]])
         elif len(wants) == 2:
             self._add_fork(len(table.states), arcs, price, made, wants)
         else:
             self._add_shared(len(table.states), arcs, price, made, wants)
 
-    def _conserve(self, states: int, arcs: tuple[np.ndarray, np.ndarray], flow: int, ends: Sequence) -> None:
-        """(2): one row a state; ``ends`` are columns with the states they enter (+1) or leave (-1) at."""
+    def _conserve(self, states: int, arcs: tuple[np.ndarray, np.ndarray], flow: int, ends: Sequence[Flow]) -> None:
+        """(2): one row a state; what is not an arc enters at its state with its weight (leaves, if negative)."""
         source, target = arcs
         columns = flow + np.arange(len(source))
-        rows = np.concatenate([target, source, *(at for (_, at), _ in ends)]) + self.equal_rows
-        cols = np.concatenate([columns, columns, *(c for (c, _), _ in ends)])
-        signs = [np.ones(len(source)), -np.ones(len(source)), *(np.full(len(at), sign) for (_, at), sign in ends)]
+        rows = np.concatenate([target, source, *(at for _, at, _ in ends)]) + self.equal_rows
+        cols = np.concatenate([columns, columns, *(c for c, _, _ in ends)])
+        signs = [np.ones(len(source)), -np.ones(len(source)), *(weight for _, _, weight in ends)]
         self.equal.append((rows, cols, np.concatenate(signs)))
         self.equal_rhs.append(np.zeros(states))
         self.equal_rows += states
 
-    def _add_fork(self, states: int, arcs: tuple, price: np.ndarray, made: tuple, wants: list) -> None:
+    def _add_fork(self, states: int, arcs: tuple, price: np.ndarray, made: Flow, wants: list[Flow]) -> None:
         """(4)"""
-        fork = (self._add_columns(np.zeros(states)) + np.arange(states), np.arange(states))
-        self._conserve(states, arcs, self._add_columns(price), [(made, 1.0), (fork, -1.0)])
+        at = np.arange(states)
+        fork = self._add_columns(np.zeros(states)) + at
+        self._conserve(states, arcs, self._add_columns(price), [made, (fork, at, -np.ones(states))])
         for want in wants:
-            self._conserve(states, arcs, self._add_columns(price), [(fork, 1.0), (want, -1.0)])
+            self._conserve(states, arcs, self._add_columns(price), [(fork, at, np.ones(states)), want])
 
-    def _add_shared(self, states: int, arcs: tuple, price: np.ndarray, made: tuple, wants: list) -> None:
+    def _add_shared(self, states: int, arcs: tuple, price: np.ndarray, made: Flow, wants: list[Flow]) -> None:
         """(3)"""
         count = len(price)
         x = self._add_columns(price) + np.arange(count)
         for want in wants:
             flow = self._add_columns(np.zeros(count))
-            self._conserve(states, arcs, flow, [(made, 1.0), (want, -1.0)])
+            self._conserve(states, arcs, flow, [made, want])
             rows = np.tile(np.arange(count), 2) + self.less_rows
             self.less.append((rows, np.concatenate([flow + np.arange(count), x]), np.repeat([1.0, -1.0], count)))
             self.less_rows += count
 
     def most_active(self) -> int:
-        """How many columns a plan can have at one: its choices, and a path of moves to each consumer."""
+        """What the columns of a plan can add up to: its choices, and a path of moves to each consumer."""
         axes = len(self.problem.mesh.axes)
-        return len(set(self.leader)) + sum(len(h.consumers) for h in self.problem.hubs) * (axes + 1)
+        return sum(self.quotient.sizes) + sum(g.count * len(g.slots) for g in self.quotient.groups) * (axes + 1)
 
     def matrices(self) -> tuple[np.ndarray, coo_matrix, np.ndarray, coo_matrix | None]:
         def build(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]], rows: int) -> coo_matrix:
@@ -182,17 +208,62 @@ class Model:
 
 
 def solve(problem: Problem) -> Solution:
-    """The cheapest solution with a proven bound.  Raises `SpmdError` where no plan exists."""
+    """The cheapest solution with a proven bound.  Raises `SpmdError` where no plan exists.
+
+    Equal parts are decided together (`quotient`) where that makes the problem smaller; surroundings are told apart ever
+    further until the bound meets the plan, in the end every variable by itself.
+    """
     if not problem.variables:
         return Solution([], [], 0.0, 0.0, 0.0, 0)
-    model = Model(problem)
+    tables = Tables(problem)
+    colours = Colours(problem, tables)
+    best: Solution | None = None
+    bound = 0.0
+    for rounds in (*ROUNDS, 0):
+        if rounds:
+            colours.refine(rounds)
+            tied = colours.tied()
+            if len(tied.first) > SMALLER * len(problem.variables):
+                continue
+        else:
+            if best is not None and best.columns * len(problem.variables) / len(tied.first) > LARGE:
+                break
+            colours.separate()
+            tied = colours.tied()
+        upper = _minimum(Model(problem, tables, tied), whole=True)
+        if upper is None:
+            continue
+        summed = colours.summed()
+        lower = upper if summed == tied else _minimum(Model(problem, tables, summed), whole=False)
+        bound = max(bound, lower.bound if lower is not None else 0.0)
+        found = _priced(problem, tables, [upper.picks[c] for c in tied.classes], upper.columns)
+        if best is None or found.price < best.price:
+            best = found
+        if best.price - bound <= TOLERANCE * best.price:
+            break
+    if best is None:
+        raise SpmdError("the placements given contradict each other: no plan satisfies all of them")
+    return dataclasses.replace(best, bound=min(bound, best.price))
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """The choice of each class, and what no solution of the model costs less than."""
+
+    picks: list[int]
+    bound: float
+    columns: int
+
+
+def _minimum(model: Model, whole: bool) -> Minimum | None:
+    """The optimum of a model, in whole choices or of the relaxation; None where it has no solution."""
     cost, equal, rhs, less = model.matrices()
     scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
-    # equal prices make the simplex stall: a little noise, the same in every run, parts them.  Where it stalls yet it
-    # starts anew with more noise and another pricing; limits count iterations, for every rank must do the same
+    # where equal prices make the simplex stall it starts anew with a little noise, the same in every run, that parts
+    # them, and another pricing; limits count iterations, for every rank must do the same
     draw = np.random.default_rng(0).random(model.columns)
-    first, rows = _noise(problem, model.columns), model.equal_rows + model.less_rows
-    for level, edges, limit in ((first, None, rows // 2 + 10_000), (1e-3, "devex", rows), (1e-1, "devex", 10 * rows)):
+    rows = model.equal_rows + model.less_rows
+    for level, edges, limit in ((0.0, None, rows + 10_000), (1e-3, "devex", rows), (1e-1, "devex", 10 * rows)):
         noise = level * draw
         found = linprog(
             cost * scale + noise,
@@ -202,43 +273,49 @@ def solve(problem: Problem) -> Solution:
             b_eq=rhs,
             bounds=(0, None),
             method="highs-ds",
-            options={"presolve": False, "maxiter": limit, "simplex_dual_edge_weight_strategy": edges},
+            options={"maxiter": limit, "simplex_dual_edge_weight_strategy": edges},
         )
         if found.status != 1:
             break
     if found.status == 2:
-        raise SpmdError("the placements given contradict each other: no plan satisfies all of them")
+        return None
     if not found.success:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
+    # every plan costs at least the noisy optimum less the noise on its own columns
+    bound = max(found.fun - float(noise.max(initial=0.0)) * model.most_active(), 0.0) / scale
     picks, integral = _picks(model, found.x)
-    if integral:
-        # every plan costs at least the noisy optimum less the noise on its own columns
-        bound = max(found.fun - float(noise.max(initial=0.0)) * model.most_active(), 0.0) / scale
-    else:
+    if whole and not integral:
         values, bound = _branch(model, cost * scale, equal, rhs, less)
         bound /= scale
         picks, _ = _picks(model, values)
-    trees = [_tree(problem, hub, table, picks) for hub, table in zip(problem.hubs, model.hub_tables, strict=True)]
-    compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, picks, strict=True))
-    price = compute + sum(
-        move_price(m, hub.shape, hub.element, problem.mesh, problem.profile)
-        for hub, tree in zip(problem.hubs, trees, strict=True) for m in tree.values()
-    )  # fmt: skip
-    return Solution(picks, trees, compute, price, min(bound, price), model.columns)
+    return Minimum(picks, bound, model.columns)
 
 
-def _noise(problem: Problem, columns: int) -> float:
-    """How much noise a program of that size wants: little, for it loosens the bound, and none where compute and
-    latency tell plans apart."""
-    if problem.profile.repeats_work or columns < 50_000:
-        return 0.0
-    return 1e-6 if columns < 300_000 else 1e-4
+def _priced(problem: Problem, tables: Tables, picks: list[int], columns: int) -> Solution:
+    """The solution that choices make: the moves of each hub, and the price of it all."""
+    compute = price = sum(float(v.compute[c]) for v, c in zip(problem.variables, picks, strict=True))
+    known: dict[object, dict[Spec, Move]] = {}
+    trees = []
+    for hub in problem.hubs:
+        n, r = hub.source
+        origin = problem.variables[n].choices[picks[n]].results[r]
+        assert origin is not None
+        wanted = {problem.variables[k].choices[picks[k]].operands[i] for k, i in hub.consumers} - {origin}
+        table = tables.of(hub)
+        key = (id(table), hub.shape, hub.element, origin, frozenset(wanted))
+        if key not in known:
+            known[key] = _tree(hub, table, origin, sorted(wanted, key=str))
+        trees.append(known[key])
+        price += sum(
+            move_price(m, hub.shape, hub.element, problem.mesh, problem.profile) for m in known[key].values()
+        )
+    return Solution(picks, trees, compute, price, 0.0, columns)
 
 
 def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
     picks, integral = [], True
-    for first, choice_of in zip(model.group, model.choice_of, strict=True):
-        part = values[first : first + len(choice_of)]
+    for first, choice_of, lead in zip(model.group, model.choice_of, model.leader, strict=True):
+        part = values[first : first + len(choice_of)] / model.quotient.sizes[lead]
         best = int(np.argmax(part))
         picks.append(int(choice_of[best]))
         integral &= bool(part[best] > 1 - INTEGRAL)
@@ -247,31 +324,30 @@ def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
 
 def _branch(model: Model, cost: np.ndarray, equal: Any, rhs: np.ndarray, less: Any) -> tuple[np.ndarray, float]:
     """Branch and bound over the choices (moves follow them): a plan and a bound of every plan."""
-    constraints = [LinearConstraint(equal, rhs, rhs)]
+    unit = np.ones(model.columns)  # how many variables a choice's column stands for: all or none make it
+    for first, choice_of, lead in zip(model.group, model.choice_of, model.leader, strict=True):
+        unit[first : first + len(choice_of)] = model.quotient.sizes[lead]
+    constraints = [LinearConstraint(equal * unit, rhs, rhs)]
     if less is not None:
-        constraints.append(LinearConstraint(less, -np.inf, 0.0))
+        constraints.append(LinearConstraint(less * unit, -np.inf, 0.0))
     whole = (np.arange(model.columns) < model.choices).astype(int)
     found = milp(
-        cost, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
+        cost * unit, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
         options={"time_limit": 120.0, "mip_rel_gap": 0.0},
     )  # fmt: skip
     if found.x is None:
         raise RuntimeError(f"branch and bound found no plan: {found.message}")
-    return found.x, found.mip_dual_bound
+    return found.x * unit, found.mip_dual_bound
 
 
 # --- trees ----------------------------------------------------------------------------------------------------
 
 
-def _tree(problem: Problem, hub: Hub, table: Table, picks: Sequence[int]) -> dict[Spec, Move]:
-    """The cheapest moves found that make every copy a hub's consumers want: the last move into each spec made.
+def _tree(hub: Hub, table: Table, origin: Spec, wanted: Sequence[Spec]) -> dict[Spec, Move]:
+    """The cheapest moves found that make every copy wanted of a hub's value: the last move into each spec made.
 
     One copy is a shortest path; for more, shortest paths grow a tree in every order of up to four copies.
     """
-    n, r = hub.source
-    origin = problem.variables[n].choices[picks[n]].results[r]
-    assert origin is not None
-    wanted = sorted({problem.variables[k].choices[picks[k]].operands[i] for k, i in hub.consumers} - {origin}, key=str)
     if not wanted:
         return {}
     price = table.fixed + table.rate * (math.prod(hub.shape) * hub.element)

@@ -20,6 +20,7 @@ LEVELS = (
      "ops.random", "ops.sort", "ops.view", "ops.window"),
     ("ops",),
     ("problem",),
+    ("quotient",),
     ("solve", "verify"),
     ("passes.annotate", "passes.propagate", "passes.partition", "passes.simplify", "passes.bucket", "passes.overlap",
      "passes.split"),
