@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..ir import Captured, copy_meta, is_tensor, source_line
+from ..ir import CONSTANTS, Captured, copy_meta, is_tensor, source_line
 from ..ops import random
 from ..placements import Spec, SpmdError
 
@@ -27,6 +27,7 @@ def run(captured: Captured) -> Captured:
     * random ops are draws of the counter-based generator from the seed input;
     * what a parameter's backward use needs (casts, views of it) is computed apart from its forward use, so that
       each phase gathers for itself;
+    * constants are made anew for each use: they cost nothing, and each use has its own spec of them;
     * ``meta["region"]`` marks the nodes of local regions, and every output that follows an input has its spec.
     """
     graph = Graph()
@@ -47,6 +48,7 @@ def run(captured: Captured) -> Captured:
     _simplify(graph)
     params = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "param"]
     _part_phases(graph, params)
+    _part_constants(graph)
     _mark_regions(graph)
     graph.eliminate_dead_code()
     followed = [None if o.of is None else _followed(captured.inputs[o.of].spec, o.kind) for o in captured.outputs]
@@ -148,6 +150,16 @@ def _part_phases(graph: Graph, params: list[Node]) -> None:
             for used in node.all_input_nodes:
                 if used in derived and used.op != "placeholder" and used.meta.get("phase") != "backward":
                     node.replace_input_with(used, backward_copy(used, node))
+
+
+def _part_constants(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in CONSTANTS:
+            for user in list(node.users)[1:]:
+                with graph.inserting_before(node):
+                    new = graph.node_copy(node)
+                new.meta = dict(node.meta)
+                user.replace_input_with(node, new)
 
 
 def _mark_regions(graph: Graph) -> None:

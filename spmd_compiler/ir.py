@@ -38,6 +38,9 @@ META_KEYS = (
 )
 
 
+CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
+
+
 def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
