@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
-from ..collectives import KINDS, axes_of, is_collective
+from ..collectives import KINDS, axes_of, is_collective, message_bytes
 from ..cost import Profile
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..placements import Mesh, Spec, SpmdError
@@ -54,6 +55,7 @@ class _Builder:
         self.tangents: dict[int, Node] = {}  # by the output they belong to
         self.domains: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
         self.shared: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
+        self.given = {n: rule_of(n) for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n)}
         self.uneven = self._uneven()
         self.problem.uneven = self.uneven
 
@@ -82,16 +84,15 @@ class _Builder:
     # --- variables ---------------------------------------------------------------------------------------------
 
     def _uneven(self) -> frozenset[tuple[int, int]]:
-        """The uneven cuts in the user's own placements, as (size, pieces)."""
-        found = set()
+        """The uneven cuts in the user's own placements, as (size, pieces), and in what windows lead to from there."""
+        cuts = set()
 
         def add(spec: Spec | None, shape: Any) -> None:
             for dim, n in enumerate(shape if spec is not None else ()):
                 parts = 1
                 for axis in spec.axes_of(dim):
                     parts *= self.mesh[axis]
-                    if n % parts:
-                        found.add((int(n), parts))
+                    cuts.add((int(n), parts))
 
         places = [n for n in self.graph.nodes if n.op == "placeholder"]
         for node, i in zip(places, self.captured.inputs, strict=True):
@@ -104,7 +105,13 @@ class _Builder:
         for node in self.graph.nodes:
             if _name(node) in (_CONSTRAIN, _FROM_LOCAL):
                 add(Spec.parse(node.args[1]), node.meta["val"].shape)
-        return frozenset(found)
+        windows = dict.fromkeys(n for r in self.given.values() if r is not None for n in r.windows.values())
+        before = 0
+        while before < (before := len(cuts)):
+            for sizes in windows:
+                parts = {p for n, p in cuts if n in sizes}
+                cuts |= {(n, p) for n in sizes for p in parts if n > 1}
+        return frozenset((n, p) for n, p in cuts if n % p)
 
     def _flat_outputs(self) -> list[Any]:
         out = next(n for n in reversed(self.graph.nodes) if n.op == "output")
@@ -140,7 +147,8 @@ class _Builder:
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
         variable = Variable(node.name, picks, compute)
-        variable.transparent = _transparent(node, picks)
+        windowed = isinstance(domain, Rule) and bool(domain.windows)
+        variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)
         self.problem.variables.append(variable)
         self.index[node] = index
@@ -181,7 +189,7 @@ class _Builder:
             return self._add(node, (Choice((whole,), (self._checked(node),)),), used)
         if node.meta.get("region"):
             return self._add(node, replicated(node), used)
-        r = rule_of(node)
+        r = self.given[node]
         if r is None:
             values = [v for v in results(node) if v is not None]
             if values and any(v.numel() > 1 for v in (*values, *(o.meta["val"] for o in used))):
@@ -253,7 +261,10 @@ class _Builder:
     def _shared_choices(self, node: Node, r: Rule) -> tuple[tuple[Choice, ...], np.ndarray]:
         """A node's choices and their seconds, enumerated once for equal nodes."""
         elements = tuple(0 if v is None else v.element_size() for v in results(node))
-        key = (r.key(), node.target, elements, tuple(o.meta["val"].element_size() for o in operands(node)))
+        used = tuple(o.meta["val"].element_size() for o in operands(node))
+        # what moves depends on strides and pads
+        steps = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if r.windows and not isinstance(a, Node)]
+        key = (r.key(), node.target, elements, used, str(steps))
         if key not in self.shared:
             picks = choices(r, self.mesh, self.uneven, ("sum", "max", "min", "product"))
             compute = np.array([self._compute(node, r, c) for c in picks])
@@ -280,7 +291,7 @@ class _Builder:
         element = next((v.element_size() for v in made if v is not None), 4)
         flops = self._flops(r, c)
         seconds = self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)
-        if any(r.reduce.get(f) == "none" for f, _ in c.factor_axes):
+        if any(f in r.windows or r.reduce.get(f) == "none" for f, _ in c.factor_axes):
             seconds += self._inside(node, r, c)
         return seconds
 
@@ -298,7 +309,7 @@ class _Builder:
             local.append(place)
         emit_choice(scratch, self.mesh, mode, node, r, c, local)
         return sum(
-            self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), nbytes(n.meta["val"]))
+            self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), message_bytes(n))
             for n in scratch.nodes if is_collective(n)
         )  # fmt: skip
 

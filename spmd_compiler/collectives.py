@@ -13,14 +13,18 @@ other.
                       (``total``), of ``split_dim`` the own piece (``size``) is kept
 ``permute``           ``(x, dim, size, order, new_order, sizes)``: ``dim`` is sharded on the axes ``order`` (outermost
                       first, of ``sizes`` devices); pieces travel so that it is nested as ``new_order``; even only
-``shift``             ``(x, offset, axis, parts)``: what the rank at coordinate ``c - offset`` holds, or zeros
+``fetch``             ``(x, dim, size, have, want, fill, axes, sizes)``: device ``i`` (row-major over ``axes`` as given,
+                      of ``sizes``) holds the range ``have[2i:2i+2]`` of ``dim``, no two the same element, and gets the
+                      ranges ``want`` lists for it (as many for each device), ``size`` elements one after the other;
+                      what nobody holds is ``fill``.  Only what a device lacks travels
 ====================  =========================================================================================
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +38,16 @@ _LIB.define(
     "all_to_all(Tensor x, int gather_dim, SymInt total, int split_dim, SymInt size, str axis, int parts) -> Tensor"
 )
 _LIB.define("permute(Tensor x, int dim, SymInt size, str[] order, str[] new_order, int[] sizes) -> Tensor")
-_LIB.define("shift(Tensor x, int offset, str axis, int parts) -> Tensor")
+_LIB.define(
+    "fetch(Tensor x, int dim, SymInt size, int[] have, int[] want, Scalar fill, str[] axes, int[] sizes) -> Tensor"
+)
 
 all_reduce = torch.ops.spmd.all_reduce.default
 all_gather = torch.ops.spmd.all_gather.default
 reduce_scatter = torch.ops.spmd.reduce_scatter.default
 all_to_all = torch.ops.spmd.all_to_all.default
 permute = torch.ops.spmd.permute.default
-shift = torch.ops.spmd.shift.default
+fetch = torch.ops.spmd.fetch.default
 
 KINDS = {
     all_reduce: "all_reduce",
@@ -49,7 +55,7 @@ KINDS = {
     reduce_scatter: "reduce_scatter",
     all_to_all: "all_to_all",
     permute: "permute",
-    shift: "permute",
+    fetch: "permute",
 }
 
 
@@ -85,9 +91,9 @@ def _(x, dim, size, order, new_order, sizes):
     return _with_size(x, **{f"d{dim}": size})
 
 
-@torch.library.register_fake("spmd::shift", lib=_LIB)
-def _(x, offset, axis, parts):
-    return x.new_empty(x.shape)
+@torch.library.register_fake("spmd::fetch", lib=_LIB)
+def _(x, dim, size, have, want, fill, axes, sizes):
+    return _with_size(x, **{f"d{dim}": size})
 
 
 def is_collective(node: Node) -> bool:
@@ -96,16 +102,57 @@ def is_collective(node: Node) -> bool:
 
 def axes_of(node: Node) -> tuple[str, ...]:
     """The mesh axes a collective runs over."""
-    if node.target is permute:
-        return tuple(node.args[3])
-    return (node.args[{all_reduce: 1, all_gather: 3, reduce_scatter: 3, all_to_all: 5, shift: 2}[node.target]],)
+    if node.target in (permute, fetch):
+        return tuple(node.args[3 if node.target is permute else 6])
+    return (node.args[{all_reduce: 1, all_gather: 3, reduce_scatter: 3, all_to_all: 5}[node.target]],)
 
 
 def group_size(node: Node) -> int:
     """The number of devices that take part in one instance of a collective."""
-    if node.target is permute:
-        return math.prod(node.args[5])
-    return node.args[{all_reduce: 2, all_gather: 4, reduce_scatter: 4, all_to_all: 6, shift: 3}[node.target]]
+    if node.target in (permute, fetch):
+        return math.prod(node.args[5 if node.target is permute else 7])
+    return node.args[{all_reduce: 2, all_gather: 4, reduce_scatter: 4, all_to_all: 6}[node.target]]
+
+
+Range = tuple[int, int]
+
+
+def ranges(flat: Sequence[int], parts: int) -> list[list[Range]]:
+    """The ranges of each of ``parts`` devices from the flat list of a ``fetch``."""
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    each = len(pairs) // parts
+    return [pairs[i * each : (i + 1) * each] for i in range(parts)]
+
+
+def overlaps(have: Sequence[Range], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """``(device, begin, end)`` for every part of a range that some device holds; ``have`` ascends."""
+    at = bisect.bisect_right(have, begin, key=lambda r: r[1])
+    while at < len(have) and have[at][0] < end:
+        low, high = max(begin, have[at][0]), min(end, have[at][1])
+        if low < high:
+            yield at, low, high
+        at += 1
+
+
+def sent(have: Sequence[Range], want: Sequence[Sequence[Range]]) -> list[int]:
+    """How many elements of the dim each device sends to others in a ``fetch``."""
+    count = [0] * len(have)
+    for device, wanted in enumerate(want):
+        for begin, end in wanted:
+            for source, low, high in overlaps(have, begin, end):
+                count[source] += (high - low) * (source != device)
+    return count
+
+
+def message_bytes(node: Node) -> int:
+    """The bytes that `wire_bytes` counts from: those of the result, or of a ``fetch`` what the busiest device sends."""
+    value = node.meta["val"]
+    if node.target is not fetch:
+        return value.numel() * value.element_size()
+    x, dim, _, have, want, _, _, sizes = node.args
+    parts = math.prod(sizes)
+    most = max(sent([r for (r,) in ranges(have, parts)], ranges(want, parts)))
+    return most * math.prod(n for d, n in enumerate(x.meta["val"].shape) if d != dim) * value.element_size()
 
 
 def reduce_op(node: Node) -> str | None:
@@ -153,7 +200,7 @@ class Collective:
             dtype=value.dtype,
             shape=tuple(int(s) for s in value.shape),
             bytes=nbytes,
-            wire_bytes=wire_bytes(KINDS[node.target], nbytes, group_size(node)),
+            wire_bytes=wire_bytes(KINDS[node.target], message_bytes(node), group_size(node)),
             phase=node.meta.get("phase", "forward"),
             source=node.meta.get("source", ""),
             why=node.meta.get("why", ""),

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from . import collectives as coll
 from .placements import Mesh, Spec
-from .symbolic import IntExpr, bind_tree, length, offset
+from .symbolic import IntExpr, bind_tree, coordinate, length, offset, pieces, table
 
 META_KEYS = (
     "stack_trace",
@@ -203,6 +203,17 @@ class Emit:
         value, spec = results(self.node)[result], self.result_specs[result]
         return spec.local_shape(value.shape, self.mesh)
 
+    def place(self, factor: str) -> IntExpr:
+        """The number of this device's piece among all pieces of a factor."""
+        index: IntExpr = 0
+        for axis in self.axes(factor):
+            index = index * self.mesh[axis] + coordinate(axis)
+        return index
+
+    def pieces(self, factor: str, n: int | None = None) -> list[coll.Range]:
+        """``(begin, end)`` of every piece of a factor, or of a dim of ``n`` elements cut as the factor is."""
+        return pieces(self.sizes[factor] if n is None else n, [self.mesh[a] for a in self.axes(factor)])
+
     # --- what a form may do --------------------------------------------------------------------------------
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -220,6 +231,42 @@ class Emit:
         """Reduce ``x`` over every axis of a factor."""
         for axis in self.axes(factor):
             x = self.call(coll.all_reduce, x, axis, self.mesh[axis], op)
+        return x
+
+    def fetch(
+        self, x: Node, dim: int, factor: str, have: Sequence[coll.Range], want: Sequence[Sequence[coll.Range]],
+        fill: Any = 0,
+    ) -> Node:  # fmt: skip
+        """The ranges of ``dim`` that each device wants, of a value of which it has one range (both by piece number).
+
+        Only what a device lacks travels; what nobody has is ``fill``.
+        """
+        if any(coll.sent(have, want)) or any(len(w) != 1 for w in want):
+            axes = self.axes(factor)
+            size = table([sum(e - b for b, e in w) for w in want], self.place(factor))
+            flat = [[i for r in have for i in r], [i for w in want for r in w for i in r]]
+            return self.call(coll.fetch, x, dim, size, *flat, fill, list(axes), [self.mesh[a] for a in axes])
+        return self.crop(x, dim, factor, have, [r for (r,) in want], fill)
+
+    def crop(
+        self, x: Node, dim: int, factor: str, have: Sequence[coll.Range], want: Sequence[coll.Range], fill: Any = 0
+    ) -> Node:  # fmt: skip
+        """The range of ``dim`` that each device wants of the one it has (by piece number), ``fill`` where that ends."""
+        place, cuts, pads = self.place(factor), [], []
+        for (low, high), (begin, end) in zip(have, want, strict=True):
+            first, last = max(begin, low), min(end, high)
+            if first >= last:
+                first = last = low
+                begin, end = low, low + end - begin
+            cuts.append((first - low, last - low, high - low))
+            pads.append((first - begin, end - last))
+        if any(c[0] > 0 or c[1] < c[2] for c in cuts):
+            ends = [table([c[i] for c in cuts], place) for i in (0, 1)]
+            x = self.call(torch.ops.aten.slice.Tensor, x, dim, *ends)
+        if any(p != (0, 0) for p in pads):
+            before = [0, 0] * (x.meta["val"].dim() - 1 - dim)
+            pair = [table([p[i] for p in pads], place) for i in (0, 1)]
+            x = self.call(torch.ops.aten.constant_pad_nd.default, x, [*before, *pair], fill)
         return x
 
     def all_gather(self, x: Node, factor: str, dim: int) -> Node:

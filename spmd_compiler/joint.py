@@ -40,8 +40,8 @@ aten = torch.ops.aten
 
 @functools.cache
 def all_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Inductor's decompositions and ours; attention and clones stay."""
-    kept = ("scaled_dot_product", "aten.clone")
+    """Inductor's decompositions and ours; attention, clones and max pooling's backward stay."""
+    kept = ("scaled_dot_product", "aten.clone", "max_pool2d_with_indices_backward")
     return {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)} | table()
 
 

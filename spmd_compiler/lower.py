@@ -298,26 +298,63 @@ class _Expansion(_Writer):
 
         return self.exchange(x, mesh_order, math.prod(sizes), rank(to), rank(source))
 
-    def shift(self, x: Node, offset: int, axis: str, parts: int) -> Node:
-        if offset == 0:
-            return x
-        mine = self.groups.coordinates[axis]
-        to, source = mine + offset, mine - offset
-        return self.exchange(x, [axis], parts, to if 0 <= to < parts else None, source if 0 <= source < parts else None)
+    def fetch(
+        self, x: Node, dim: int, size: int, have: Sequence[int], want: Sequence[int], fill: Any, axes: Sequence[str],
+        sizes: Sequence[int],
+    ) -> Node:  # fmt: skip
+        value, parts = x.meta["val"], math.prod(sizes)
+        held = [r for (r,) in coll.ranges(have, parts)]
+        wanted = coll.ranges(want, parts)
+        me = _index([self.groups.coordinates[a] for a in axes], sizes)
+        # a group's ranks count row-major in mesh order, the pieces in the order of `axes`
+        mesh_order = [a for a in self.groups.axes if a in axes]
+        places = [dict(zip(axes, _place(i, sizes), strict=True)) for i in range(parts)]
+        members = sorted(range(parts), key=lambda i: [places[i][a] for a in mesh_order])
+        send = {i: [(b, e) for r in wanted[i] for j, b, e in coll.overlaps(held, *r) if i != j == me] for i in members}
+        mine = [o for r in wanted[me] for o in coll.overlaps(held, *r)]
+        received = {j: [(b, e) for i, b, e in mine if i == j != me] for j in members}
+        others = math.prod(int(n) for d, n in enumerate(value.shape) if d != dim)
+        own, arrived = held[me][0], {j: 0 for j in members}
+        if any(coll.sent(held, wanted)) and others:
+            out = [self.call(aten.slice.Tensor, x, dim, b - own, e - own) for i in members for b, e in send[i]]
+            y = self.call(aten.cat.default, out, dim) if out else self.call(aten.slice.Tensor, x, dim, 0, 0)
+            order = [dim, *(d for d in range(value.dim()) if d != dim)]
+            y = self.dense(self.call(aten.permute.default, y, order))
+            count = [[sum(e - b for b, e in r[j]) for j in members] for r in (received, send)]
+            y = self.wait(c10d.all_to_all_single.default, y, *count, self.groups.name(axes))
+            y = self.call(aten.permute.default, y, [order.index(d) for d in range(value.dim())])
+            first = 0
+            for j, n in zip(members, count[0], strict=True):
+                arrived[j], first = first, first + n
+        made = []
+        for begin, end in wanted[me]:
+            for j, b, e in coll.overlaps(held, begin, end):
+                if b > begin:
+                    made.append(self.filled(value, dim, b - begin, fill))
+                if j == me:
+                    made.append(self.call(aten.slice.Tensor, x, dim, b - own, e - own))
+                elif others:
+                    made.append(self.call(aten.slice.Tensor, y, dim, arrived[j], arrived[j] + e - b))
+                    arrived[j] += e - b
+                else:
+                    made.append(self.filled(value, dim, e - b, fill))
+                begin = e
+            if end > begin or not made:
+                made.append(self.filled(value, dim, end - begin, fill))
+        return self.call(aten.cat.default, made, dim)
 
-    def exchange(self, x: Node, axes: Sequence[str], parts: int, to: int | None, source: int | None) -> Node:
-        """Send ``x`` to rank ``to`` of a group and return what ``source`` sent (zeros where it is None)."""
+    def filled(self, like: torch.Tensor, dim: int, size: int, fill: Any) -> Node:
+        shape = [size if d == dim else int(n) for d, n in enumerate(like.shape)]
+        return self.call(aten.full.default, shape, fill, dtype=like.dtype, device=like.device)
+
+    def exchange(self, x: Node, axes: Sequence[str], parts: int, to: int, source: int) -> Node:
+        """Send ``x`` to rank ``to`` of a group and return what ``source`` sent."""
         value = x.meta["val"]
-        shape = list(value.shape)
-        if parts == 1 or value.numel() == 0:
-            return self.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device)
         row = self.view(x, [1, value.numel()])
-        if to is None:
-            row = self.dense(self.call(aten.slice.Tensor, row, 0, 0, 0))
         sent = [int(i == to) for i in range(parts)]
         received = [int(i == source) for i in range(parts)]
         y = self.wait(c10d.all_to_all_single.default, row, received, sent, self.groups.name(axes))
-        return self.view(self.pad(y, 0, 1), shape)
+        return self.view(y, value.shape)
 
 
 def _index(place: Sequence[int], sizes: Sequence[int]) -> int:

@@ -53,6 +53,9 @@ class Rule:
     named); ``"none"`` says that the local form has done it already and the result is replicated.  Factors in
     ``whole`` are never sharded.  ``form`` writes the local nodes (`ir.Emit`); without one the same op runs on
     local pieces.  ``flops`` counts matmul-like work of the global op.
+
+    A factor in ``windows`` stands in dims of different sizes (all of them listed; ``sizes`` has a result's): each is
+    cut in as many pieces, and the form fetches what a piece of the result needs from pieces of the operands.
     """
 
     operands: tuple[Dims, ...]
@@ -63,19 +66,24 @@ class Rule:
     linear: tuple[Linear, ...] = ()
     form: Callable[..., Any] | None = None
     flops: float = 0.0
-    even: bool = False  # True: only factors that divide evenly may be sharded (the form can't do uneven pieces)
+    even: frozenset[str] = frozenset()  # factors that are cut evenly or not at all (the form can't do uneven pieces)
+    windows: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def key(self) -> tuple[Any, ...]:
         """Equal for rules that give equal choices."""
         return (
             self.operands, self.results, tuple(sorted(self.sizes.items())), tuple(sorted(self.reduce.items())),
-            self.whole, self.linear, self.flops, self.even,
+            self.whole, self.linear, self.flops, self.even, tuple(sorted(self.windows.items())),
         )  # fmt: skip
 
     def shardable(self) -> list[str]:
         """The factors that a mesh axis may shard: not whole, and the major one of every dim they stand in."""
         minor = {f for dims in self.operands + self.results for dim in dims for f in dim[1:]}
-        return [f for f, n in self.sizes.items() if n > 1 and f not in minor and f not in self.whole]
+        return [f for f in self.sizes if min(self.extents(f)) > 1 and f not in minor and f not in self.whole]
+
+    def extents(self, factor: str) -> Collection[int]:
+        """The sizes of the dims in which a factor stands alone."""
+        return self.windows.get(factor) or (self.sizes[factor],)
 
     def composite(self) -> frozenset[str]:
         """Factors that share a dim with others: their pieces must be even to be pieces of the dim."""
@@ -127,7 +135,7 @@ def rule(
     linear: Sequence[Sequence[int]] = (),
     form: Callable[..., Any] | None = None,
     flops: str | None = None,
-    even: bool = False,
+    even: str | Sequence[str] = (),
 ) -> None:
     """Register the rule ``text`` for an overload or packet (or several, as a tuple).
 
@@ -140,7 +148,7 @@ def rule(
 
     def instantiate(node: Node) -> Rule | None:
         return template.instantiate(
-            node, reduce=dict(reduce or {}), whole=frozenset(whole), form=form, flops=flops, even=even,
+            node, reduce=dict(reduce or {}), whole=frozenset(whole), form=form, flops=flops, even=frozenset(even),
             linear=tuple(Linear(tuple(g)) for g in linear),
         )  # fmt: skip
 
@@ -194,13 +202,14 @@ def fit(
     res: Sequence[Dims],
     linear: Sequence[Sequence[int]] = (),
     linear_ops: tuple[str, ...] = ("sum",),
+    windows: Collection[str] = (),
     **fields: Any,
 ) -> Rule | None:
     """A rule from dims that hold one factor or none, sizes read off the node's tensors.
 
     A dim of size 1 beside a larger one of the same factor is tied to nothing; sizes that disagree otherwise make
-    the factor whole wherever it stands.  Linear groups with a bool operand, or with fractions that are rounded, are
-    dropped; complex values add up only.
+    the factor whole wherever it stands, unless it is one of ``windows``.  Linear groups with a bool operand, or with
+    fractions that are rounded, are dropped; complex values add up only.
     """
     values = [o.meta["val"] for o in operands(node)]
     made = results(node)
@@ -210,11 +219,16 @@ def fit(
     terms += [(d, () if r is None else tuple(r.shape)) for d, r in zip(res, made, strict=True)]
     sizes: dict[str, int] = {}
     odd: set[str] = set()
+    different: dict[str, set[int]] = {f: set() for f in windows}
     for term, shape in terms:
         if len(term) != len(shape):
             return None
         for dim, n in zip(term, shape, strict=True):
             for f in dim:
+                if f in different:
+                    sizes[f] = n  # results come last
+                    different[f].add(n)
+                    continue
                 old = sizes.setdefault(f, n)
                 if old != n:
                     sizes[f] = max(old, n)
@@ -222,7 +236,10 @@ def fit(
                         odd.add(f)
 
     def tied(term: Dims, shape: tuple[int, ...]) -> Dims:
-        return tuple(d if d and sizes[d[0]] == n and d[0] not in odd else () for d, n in zip(term, shape, strict=True))
+        return tuple(
+            d if d and (sizes[d[0]] == n or d[0] in different) and d[0] not in odd else ()
+            for d, n in zip(term, shape, strict=True)
+        )
 
     fitted = [tied(t, s) for t, s in terms]
     if any(t.dtype.is_complex for t in (*values, *made) if t is not None):
@@ -235,7 +252,8 @@ def fit(
     groups = [Linear(tuple(g), linear_ops) for g in linear if all(adds_up(values[i]) for i in g)]
     return Rule(
         operands=tuple(fitted[: len(ops)]), results=tuple(fitted[len(ops) :]),
-        sizes={f: n for f, n in sizes.items() if f not in odd}, linear=tuple(groups), **fields,
+        sizes={f: n for f, n in sizes.items() if f not in odd}, linear=tuple(groups),
+        windows={f: frozenset(n) for f, n in different.items() if n}, **fields,
     )  # fmt: skip
 
 
@@ -377,17 +395,17 @@ def choices(
     """Every choice of a node with rule ``r`` on ``mesh``.
 
     A factor of size ``n`` is cut into ``p`` pieces only where ``p`` divides ``n`` or ``(n, p)`` is in ``uneven``
-    (sizes that the user's own placements cut unevenly).  Partials other than those of ``partial_ops`` are not
-    passed through.
+    (sizes that the user's own placements cut unevenly); so are all the sizes of a window.  Partials other than those of
+    ``partial_ops`` are not passed through.
     """
     options = [o for o in _on_one_axis(r) if o.linear is None or o.linear[1] in partial_ops]
     composite = r.composite()
 
     def divides(factor: str, axes: Sequence[str]) -> bool:
-        n, parts = r.sizes[factor], math.prod(mesh[a] for a in axes)
-        if n % parts == 0:
-            return True
-        return factor not in composite and not r.even and (n, parts) in uneven
+        parts = math.prod(mesh[a] for a in axes)
+        rough = [n for n in r.extents(factor) if n % parts]
+        fits = factor not in composite and factor not in r.even
+        return not rough or (fits and all((n, parts) in uneven for n in rough))
 
     per_axis = [[o for o in options if mesh[a] > 1 or o == _OneAxis()] for a in mesh.axes]
     terms = [*((d, i) for i, d in enumerate(r.operands)), *((d, None) for d in r.results)]

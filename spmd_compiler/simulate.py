@@ -161,9 +161,23 @@ def _all_to_all(xs: list[torch.Tensor], args: list[tuple[Any, ...]]) -> list[tor
     return [_piece(whole, split_dim, parts, i, a[3]) for i, a in enumerate(args)]
 
 
-def _shift(xs: list[torch.Tensor], args: list[tuple[Any, ...]]) -> list[torch.Tensor]:
-    by = args[0][0]
-    return [xs[i - by].clone() if 0 <= i - by < len(xs) else torch.zeros_like(x) for i, x in enumerate(xs)]
+def _fetch(xs: list[torch.Tensor], args: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    dim, _, have, want, fill, _, _ = args[0]
+    low, high = min(0, *have, *want), max(*have, *want)
+    shape = list(xs[0].shape)
+    shape[dim] = high - low
+    whole = torch.full(shape, fill, dtype=xs[0].dtype)
+    for i, x in enumerate(xs):
+        whole.narrow(dim, have[2 * i] - low, have[2 * i + 1] - have[2 * i]).copy_(x)
+    each = len(want) // len(xs)
+    found = []
+    for i, a in enumerate(args):
+        mine = want[i * each : (i + 1) * each]
+        parts = [whole.narrow(dim, b - low, e - b) for b, e in zip(mine[::2], mine[1::2], strict=True)]
+        found.append(torch.cat(parts, dim))
+        if found[-1].shape[dim] != a[1]:
+            raise SpmdError(f"fetch: device {i} gets {found[-1].shape[dim]} elements of dim {dim}, not {a[1]}")
+    return found
 
 
 def _permute(xs: list[torch.Tensor], args: list[tuple[Any, ...]]) -> list[torch.Tensor]:
@@ -196,7 +210,7 @@ _RUN = {
     coll.all_gather: _all_gather,
     coll.reduce_scatter: _reduce_scatter,
     coll.all_to_all: _all_to_all,
-    coll.shift: _shift,
+    coll.fetch: _fetch,
     coll.permute: _permute,
 }
 

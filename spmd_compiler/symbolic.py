@@ -9,7 +9,7 @@ soon as their arguments are numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -22,6 +22,14 @@ def piece(n: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-n // parts)
     begin = min(n, index * step)
     return begin, min(step, n - begin)
+
+
+def pieces(n: int, parts: Sequence[int]) -> list[tuple[int, int]]:
+    """``(begin, end)`` of every piece of ``n`` elements cut into ``parts``, then each piece again, and so on."""
+    cut = [(0, n)]
+    for k in parts:
+        cut = [(b + begin, b + begin + size) for b, e in cut for begin, size in (piece(e - b, k, i) for i in range(k))]
+    return cut
 
 
 class chunk(sympy.Function):
@@ -48,6 +56,24 @@ class start(sympy.Function):
         if n.is_Integer and parts.is_Integer and c.is_Integer:
             return sympy.Integer(piece(int(n), int(parts), int(c))[0])
         return None
+
+
+class entry(sympy.Function):
+    """``entry(i, v0, v1, ...)``: the ``i``-th of the values."""
+
+    is_integer = True
+
+    @classmethod
+    def eval(cls, i: sympy.Expr, *values: sympy.Expr) -> sympy.Expr | None:
+        return values[int(i)] if i.is_Integer else None
+
+
+def table(values: Sequence[int], place: IntExpr) -> IntExpr:
+    """``values[place]``: a number where all are equal, a line where they lie on one."""
+    first, step = values[0], values[1] - values[0] if len(values) > 1 else 0
+    if all(v == first + step * i for i, v in enumerate(values)):
+        return first + step * place if step else first
+    return entry(place, *values)
 
 
 _COORDINATES: dict[str, sympy.Symbol] = {}

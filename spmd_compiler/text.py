@@ -66,6 +66,9 @@ def _dims(node: Node) -> list[str]:
         return [f"{node.args[1]} -> {node.args[3]}"]
     if node.target is coll.permute:
         return [str(node.args[1]), "/".join(node.args[3]) + " -> " + "/".join(node.args[4])]
+    if node.target is coll.fetch:
+        want = [" ".join(f"{b}:{e}" for b, e in r) for r in coll.ranges(node.args[4], coll.group_size(node))]
+        return [str(node.args[1]), "[" + ", ".join(want) + "]"]
     return [] if node.target is coll.all_reduce else [str(node.args[1])]
 
 

@@ -261,27 +261,45 @@ for name in ["alias", "clone", "detach"]:
 case(aten.clone.default, lambda s: [s.f(4)], lambda s: {"memory_format": torch.contiguous_format}, exact=True)
 case(aten.copy.default, lambda s: [s.f(8, 3), s.f(3)], exact=True)
 case(aten.view_as_real.default, lambda s: [torch.complex(s.f(8), s.f(8))])
-case(aten.slice.Tensor, lambda s: [s.f(8, 5), 0, 2, 7], exact=True, shards="d1")
+case(aten.slice.Tensor, lambda s: [s.f(8, 5), 0, 2, 7], exact=True, shards="d0 d1")
 case(aten.slice.Tensor, lambda s: [s.f(8, 5), 1, -5, 2**63 - 1], exact=True, shards="d0 d1")
 case(aten.slice.Tensor, lambda s: [s.f(8, 5)], exact=True, shards="d0")
-case(aten.slice.Tensor, lambda s: [s.f(8, 5), 1, 0, 5, 2], exact=True, shards="d0")
-case(aten.select.int, lambda s: [s.f(3, 8, 2), 0, -1], exact=True, shards="d1 d2")
-case(aten.unbind.int, lambda s: [s.f(3, 8), 0], exact=True, shards="d1")
-case(aten.split.Tensor, lambda s: [s.f(8, 5), 2, 1], exact=True, shards="d0")
-case(aten.split_with_sizes.default, lambda s: [s.f(8, 5), [1, 4], -1], exact=True, shards="d0")
-case(aten.unfold.default, lambda s: [s.f(8, 5), 1, 3, 2], exact=True, shards="d0")
-case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 2), 1, 1, 3], exact=True, shards="d0")
+case(aten.slice.Tensor, lambda s: [s.f(8, 5), 1, 0, 5, 2], exact=True, shards="d0 d1")
+case(aten.slice.Tensor, lambda s: [s.f(3, 19), 1, -18, 17, 3], exact=True, shards="d1")
+case(aten.slice.Tensor, lambda s: [s.f(11), 0, 7, 8], exact=True, shards="d0")
+case(aten.slice.Tensor, lambda s: [s.b(11), 0, 2, 8], exact=True, shards="d0")
+case(aten.slice.Tensor, lambda s: [s.b(11, 4), 0, 2, 3], exact=True, shards="d1")
+case(aten.slice.Tensor, lambda s: [s.f(11, 4), 0, 4, 4], exact=True, shards="d1")
+case(aten.select.int, lambda s: [s.f(3, 8, 2), 0, -1], exact=True, shards="d0 d1 d2")
+case(aten.select.int, lambda s: [s.b(3, 8, 2), 1, 2], exact=True, shards="d0 d2")
+case(aten.unbind.int, lambda s: [s.f(3, 8), 0], exact=True, shards="d0 d1")
+case(aten.split.Tensor, lambda s: [s.f(8, 5), 2, 1], exact=True, shards="d0 d1")
+case(aten.split.Tensor, lambda s: [s.f(8, 6), 3, 0], exact=True, shards="d0 d1")
+case(aten.split_with_sizes.default, lambda s: [s.f(8, 5), [1, 4], -1], exact=True, shards="d0 d1")
+case(aten.narrow.default, lambda s: [s.f(8, 5), 0, -3, 2], exact=True, shards="d0 d1")
+case(aten.unfold.default, lambda s: [s.f(8, 5), 1, 3, 2], exact=True, shards="d0 d1")
+case(aten.unfold.default, lambda s: [s.f(19), 0, 2, 4], exact=True, shards="d0")
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 2), 1, 1, 3], exact=True, shards="d0 d1")
 case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 5), 1, 0, 9], exact=True, shards="d0 d1")
-case(aten.select_scatter.default, lambda s: [s.f(8, 5), s.f(8), 1, 3], exact=True, shards="d0")
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(1, 5), 0, 5, 6], exact=True, shards="d0 d1")
+case(aten.slice_scatter.default, lambda s: [s.f(17), s.f(5), 0, 2, 15, 3], exact=True, shards="d0")
+case(aten.select_scatter.default, lambda s: [s.f(8, 5), s.f(8), 1, 3], exact=True, shards="d0 d1")
 case(aten.diagonal.default, lambda s: [s.f(8, 5, 5), 1, -1, 1], exact=True, shards="d0")
 case(aten.diag_embed.default, lambda s: [s.f(8, 5)], exact=True, shards="d0")
-case(aten.flip.default, lambda s: [s.f(8, 5), [1]], exact=True, shards="d0")
-case(aten.roll.default, lambda s: [s.f(8, 5), [2], [1]], exact=True, shards="d0")
-case(aten.repeat.default, lambda s: [s.f(8, 5), [2, 1, 3]], exact=True, shards="d0")
-case(aten.constant_pad_nd.default, lambda s: [s.f(8, 5), [1, 2]], exact=True, shards="d0")
-case(aten.constant_pad_nd.default, lambda s: [s.f(8, 5), [1, -2], 3.0], exact=True, shards="d0")
-case(aten.cat.default, lambda s: [[s.f(8, 5), s.f(8, 2), s.f(8, 1)], -1], exact=True, shards="d0")
-case(aten.cat.default, lambda s: [[s.f(3, 4)] * 2], exact=True, shards="d1")
+case(aten.flip.default, lambda s: [s.f(8, 5), [1]], exact=True, shards="d0 d1")
+case(prims.rev.default, lambda s: [s.f(8, 5), [0, 1]], exact=True, shards="d0 d1")
+case(aten.roll.default, lambda s: [s.f(8, 5), [2], [1]], exact=True, shards="d0 d1")
+case(aten.roll.default, lambda s: [s.f(9, 8), [-11, 3], [0, 1]], exact=True, shards="d0 d1")
+case(aten.repeat.default, lambda s: [s.f(8, 5), [2, 1, 3]], exact=True, shards="d0 d1")
+case(aten.repeat.default, lambda s: [s.f(7), [3]], exact=True, shards="d0")
+case(aten.constant_pad_nd.default, lambda s: [s.f(8, 5), [1, 2]], exact=True, shards="d0 d1")
+case(aten.constant_pad_nd.default, lambda s: [s.f(8, 5), [1, -2], 3.0], exact=True, shards="d0 d1")
+case(aten.constant_pad_nd.default, lambda s: [s.f(3, 5, 8), [9, -2, -1, 4]], exact=True, shards="d0 d1 d2")
+case(aten.constant_pad_nd.default, lambda s: [s.i(3, 9), [-2, -3], 7], exact=True, shards="d0 d1")
+case(aten.cat.default, lambda s: [[s.f(8, 5), s.f(8, 2), s.f(8, 1)], -1], exact=True, shards="d0 d1")
+case(aten.cat.default, lambda s: [[s.f(3, 4)] * 2], exact=True, shards="d0 d1")
+case(aten.cat.default, lambda s: [[s.f(3, 1)] * 5, 1], exact=True, shards="d0 d1")
+case(aten.cat.default, lambda s: [[s.f(2, 3), s.f(0, 3), s.f(11, 3)]], exact=True, shards="d0 d1")
 case(aten.stack.default, lambda s: [[s.f(8, 5), s.f(8, 5)], 1], exact=True, shards="d0 d1")
 
 # --- index --------------------------------------------------------------------------------------------------
@@ -479,32 +497,99 @@ case(
     lambda s: batch_norm_backward(s.f(3, 8, 2), s.f(3, 8, 2), s.f(8)),
     shards="c",
 )
-for groups in (1, 4):
-    case(
-        aten.convolution.default,
-        lambda s, g=groups: [s.f(4, 8, 5), s.f(12, 8 // g, 3), s.f(12), [1], [1], [1], False, [0], g],
-        shards="n c o" if groups == 1 else "n q",
-    )
+
+
+def convolution(s, x, weight, bias=True, stride=(1,), pad=(0,), dilation=(1,), transposed=False, out=(0,), groups=1):
+    channels = weight[1] * groups if transposed else weight[0]
+    return [s.f(*x), s.f(*weight), s.f(channels) if bias else None, *map(list, (stride, pad, dilation)), transposed,
+            list(out), groups]  # fmt: skip
+
+
+def convolution_backward(s, *args, mask=(True, True, True), **kwargs):
+    x, weight, bias, *rest = convolution(s, *args, **kwargs)
+    grad = s.f(*aten.convolution(x, weight, bias, *rest).shape)
+    return [grad, x, weight, None if bias is None else list(bias.shape), *rest, list(mask)]
+
+
+CONVOLUTIONS = (  # shape of the input, of the weight, the rest
+    ((4, 8, 5), (12, 8, 3), {"pad": (1,)}, "n c o w0"),
+    ((4, 8, 5), (12, 2, 3), {"pad": (1,), "groups": 4}, "n q w0"),
+    ((5, 3, 8), (2, 3, 3), {"bias": False}, "n w0"),
+    ((1, 2, 16), (3, 2, 4), {"stride": (4,)}, "w0"),
+    ((2, 2, 11), (2, 2, 3), {"stride": (2,), "pad": (4,), "dilation": (2,)}, "w0"),
+    ((1, 1, 13), (1, 1, 2), {"stride": (5,), "pad": (1,)}, "w0"),
+    ((1, 1, 6), (1, 1, 7), {"pad": (3,)}, "w0"),
+    ((2, 2, 8, 6), (2, 1, 3, 2), {"stride": (1, 2), "pad": (1, 0), "dilation": (1, 1), "groups": 2}, "w0 w1"),
+    ((1, 2, 5, 4, 6), (2, 2, 2, 3, 1), {"stride": (1, 1, 2), "pad": (1, 1, 0), "dilation": (1,) * 3}, "w0 w1 w2"),
+    ((4, 8, 5, 4), (8, 12, 3, 2), {"bias": False, "stride": (2,) * 2, "pad": (1,) * 2, "dilation": (1,) * 2,
+                                   "transposed": True, "out": (1, 0)}, "n c o w0 w1"),
+    ((4, 8, 5), (8, 3, 3), {"stride": (2,), "pad": (1,), "transposed": True, "out": (1,), "groups": 4}, "n q w0"),
+    ((1, 2, 8), (2, 2, 3), {"stride": (4,), "transposed": True, "out": (3,)}, "w0"),
+    ((1, 2, 9), (2, 2, 5), {"pad": (2,), "dilation": (2,), "transposed": True}, "w0"),
+)  # fmt: skip
+for x, weight, rest, factors in CONVOLUTIONS:
+    case(aten.convolution.default, lambda s, a=x, b=weight, r=rest: convolution(s, a, b, **r), shards=factors)
     case(
         aten.convolution_backward.default,
-        lambda s, g=groups: [
-            s.f(4, 12, 5), s.f(4, 8, 5), s.f(12, 8 // g, 3), [12], [1], [1], [1], False, [0], g, [True] * 3,
-        ],
-        shards="n c o" if groups == 1 else "n q",
+        lambda s, a=x, b=weight, r=rest: convolution_backward(s, a, b, mask=(True, True, r.get("bias", True)), **r),
+        shards=factors,
+    )
+for mask in ((True, False, False), (False, True, False), (False, False, True)):
+    case(
+        aten.convolution_backward.default,
+        lambda s, m=mask: convolution_backward(s, (2, 4, 6), (4, 4, 3), pad=(1,), mask=m), shards="c o w0",
+    )  # fmt: skip
+
+POOLS = (  # shape, kernel, stride, padding, ceil_mode
+    ((4, 8, 4, 4), [2, 2], [2, 2], [0, 0], False),
+    ((1, 2, 9, 7), [3, 2], [2, 1], [1, 1], False),
+    ((2, 1, 8, 8), [3, 3], [2, 2], [0, 1], True),
+    ((1, 1, 6, 5), [5], [1], [2], False),
+)
+for shape, kernel, stride, pad, ceil in POOLS:
+    given = [kernel, stride, pad]
+    for count, divisor in ((True, None), (False, None), (False, 3)):
+        rest = [*given, ceil, count, divisor]
+        case(aten.avg_pool2d.default, lambda s, n=shape, r=rest: [s.f(*n), *r], shards="w0 w1")
+        case(
+            aten.avg_pool2d_backward.default,
+            lambda s, n=shape, r=rest: [s.f(*aten.avg_pool2d(s.f(*n), *r).shape), s.f(*n), *r], shards="w0 w1",
+        )  # fmt: skip
+    case(aten.max_pool2d_with_indices.default, lambda s, n=shape, r=given, c=ceil: [s.f(*n), *r, [1, 1], c],
+         shards="w0 w1")  # fmt: skip
+    case(
+        aten.max_pool2d_with_indices_backward.default,
+        lambda s, n=shape, r=given, c=ceil: (lambda x: (lambda v, i: [s.f(*v.shape), x, *r, [1, 1], c, i])(
+            *aten.max_pool2d_with_indices(x, *r, [1, 1], c)))(s.f(*n)), shards="w0 w1",
+    )  # fmt: skip
+case(aten.max_pool2d_with_indices.default, lambda s: [s.f(1, 1, 9, 8), [3, 2], [1, 2], [1, 0], [2, 3]], shards="w0 w1")
+case(aten.max_pool2d_with_indices.default, lambda s: [torch.full((1, 1, 6, 6), -math.inf), 3, 1, 1], shards="w0 w1")
+case(aten.avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [2], [1], [1]], shards="w0 w1 w2", meshes=(ONE, CUBE))
+case(aten.max_pool3d_with_indices.default, lambda s: [s.f(1, 2, 5, 4, 6), [3, 2, 2], [2, 2, 1], [1]], shards="w0 w1 w2")
+case(
+    aten.max_pool3d_with_indices_backward.default,
+    lambda s: (lambda x: (lambda v, i: [s.f(*v.shape), x, [2], [1], [1], [1], False, i])(
+        *aten.max_pool3d_with_indices(x, [2], [1], [1])))(s.f(1, 2, 3, 4, 5)), shards="w0 w1 w2", meshes=(ONE, CUBE),
+)  # fmt: skip
+for shape, size in (((8, 4, 4), [2, 2]), ((2, 3, 11, 8), [4, 5]), ((1, 1, 5, 6), [8, 2])):
+    case(aten._adaptive_avg_pool2d.default, lambda s, n=shape, m=size: [s.f(*n), m], shards="w0 w1")
+    case(
+        aten._adaptive_avg_pool2d_backward.default, lambda s, n=shape, m=size: [s.f(*n[:-2], *m), s.f(*n)],
+        shards="w0 w1",
     )  # fmt: skip
     case(
-        aten.convolution.default,
-        lambda s, g=groups: [s.f(4, 8, 5, 4), s.f(8, 12 // g, 3, 2), None, [2] * 2, [1] * 2, [1] * 2, True, [1, 0], g],
-        shards="n c o" if groups == 1 else "n q",
-    )
-case(
-    aten.convolution_backward.default,
-    lambda s: [s.f(4, 8, 3), s.f(4, 4, 5), s.f(8, 4, 3), None, [1], [0], [1], False, [0], 1, [False, True, False]],
-    shards="n c o",
-)
-case(aten.avg_pool2d.default, lambda s: [s.f(4, 8, 4, 4), [2, 2], [2, 2]], shards="d0 d1")
-case(aten.max_pool2d_with_indices.default, lambda s: [s.f(4, 8, 4, 4), [2, 2], [2, 2]], shards="d0 d1")
-case(aten._adaptive_avg_pool2d.default, lambda s: [s.f(8, 4, 4), [2, 1]], shards="d0")
+        aten.adaptive_max_pool2d_backward.default,
+        lambda s, n=shape, m=size: (lambda x: [s.f(*n[:-2], *m), x, aten.adaptive_max_pool2d(x, m)[1]])(s.f(*n)),
+        shards="w0 w1",
+    )  # fmt: skip
+case(aten._adaptive_avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [3, 2, 4]], shards="w0 w1 w2", meshes=(CUBE,))
+for shape, pad in (((2, 3, 8), [2, 1]), ((1, 2, 5, 4), [3, 0, 0, 2]), ((2, 3, 4, 6), [1, 1, 0, 2, 3, 0])):
+    n = len(pad) // 2
+    case(
+        getattr(aten, f"replication_pad{n}d_backward").default,
+        lambda s, n=shape, p=pad: [s.f(*torch.nn.functional.pad(s.f(*n), p, "constant").shape), s.f(*n), p],
+        shards=" ".join(f"d{len(shape) - 1 - i}" for i in range(n)),
+    )  # fmt: skip
 case(aten.upsample_nearest2d.default, lambda s: [s.f(4, 8, 3, 3), [6, 6]], shards="d0 d1")
 case(aten.upsample_nearest2d_backward.default, lambda s: [s.f(4, 8, 6, 6), [6, 6], [4, 8, 3, 3]], shards="d0 d1")
 

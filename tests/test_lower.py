@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 from spmd_compiler import collectives as coll
 from spmd_compiler import lower
 from spmd_compiler.placements import Mesh
-from spmd_compiler.symbolic import chunk, coordinate, piece
+from spmd_compiler.symbolic import chunk, coordinate, piece, table
 
 MESHES = {"line": {"x": 4}, "square": {"x": 2, "y": 2}}
 _GROUPS = {}
@@ -104,15 +104,33 @@ def check_permute(dtype):
         torch.testing.assert_close(got, cut(whole, 1, 4, 2 * place[new[0]] + place[new[1]]))
 
 
-def check_shift(name, axis, dtype):
+FETCHES = {
+    "halos": ([0, 2, 2, 4, 4, 6, 6, 7], [-1, 4, 1, 6, 3, 8, 5, 9]),
+    "wide": ([0, 2, 2, 4, 4, 6, 6, 7], [0, 7, 0, 1, 6, 7, 4, 4]),
+    "two ranges": ([0, 2, 2, 4, 4, 6, 6, 7], [6, 7, 0, 2, 2, 4, 4, 6, 5, 6, 0, 1, 3, 3, 3, 4]),
+    "empty pieces": ([0, 2, 2, 3, 3, 3, 3, 3], [0, 0, 0, 2, 2, 5, 1, 3]),
+    "nothing moves": ([0, 1, 1, 2, 2, 3, 3, 4], [0, 1, 1, 2, 5, 6, 3, 4]),
+}
+
+
+def check_fetch(name, axes, dtype, how="eager"):
     groups = groups_of(name)
-    parts, mine = groups.sizes[axis], groups.coordinates[axis]
-    each = [values((2, 3), dtype, r) for r in range(parts)]
-    for offset in (-parts, -1, 0, 1, 2):
-        got = run(name, coll.shift, each[mine], offset, axis, parts)
-        source = mine - offset
-        want = each[source] if 0 <= source < parts else torch.zeros_like(each[mine])
-        torch.testing.assert_close(got, want)
+    sizes = [groups.sizes[a] for a in axes]
+    me = 0
+    for a, n in zip(axes, sizes, strict=True):
+        me = me * n + groups.coordinates[a]
+    for have, want in FETCHES.values():
+        want = coll.ranges(want, 4)
+        whole = torch.full((3, 12, 2), 1, dtype=dtype)  # the element at place i stands at i + 1
+        whole[:, 1 : have[-1] + 1] = values((3, have[-1], 2), dtype)
+        mine = whole[:, have[2 * me] + 1 : have[2 * me + 1] + 1].transpose(1, 2).contiguous()
+        size = table([sum(e - b for b, e in w) for w in want], 2 * coordinate("x") + coordinate("y")
+                     if axes == ("x", "y") else 2 * coordinate("y") + coordinate("x") if len(axes) == 2
+                     else coordinate("x"))  # fmt: skip
+        flat = [i for w in want for r in w for i in r]
+        got = run(name, coll.fetch, mine, 2, size, have, flat, 1, list(axes), sizes, how=how)
+        expected = torch.cat([whole[:, b + 1 : e + 1] for b, e in want[me]], 1).transpose(1, 2)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def check_inductor():
@@ -123,6 +141,7 @@ def check_inductor():
     torch.testing.assert_close(got, whole)
     got = run("line", coll.reduce_scatter, whole, 1, chunk(7, 4, coordinate("x")), "x", 4, "sum", how="inductor")
     torch.testing.assert_close(got, cut(4 * whole, 1, 4, mine))
+    check_fetch("line", ("x",), torch.float32, "inductor")
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
@@ -147,9 +166,9 @@ def test_permute(gloo4, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name, axis", [("line", "x"), ("square", "y")])
-def test_shift(gloo4, name, axis, dtype):
-    gloo4(check_shift, name, axis, dtype)
+@pytest.mark.parametrize("name, axes", [("line", ("x",)), ("square", ("x", "y")), ("square", ("y", "x"))])
+def test_fetch(gloo4, name, axes, dtype):
+    gloo4(check_fetch, name, axes, dtype)
 
 
 def test_inductor(gloo4):

@@ -98,7 +98,7 @@ def test_every_choice_equals_the_global_op(case):
     assert len(results(node)) == len(truth)
     for mesh in case.meshes or MESHES:
         parts = [math.prod(c) for r in (1, 2, 3) for c in itertools.combinations(mesh.shape, r)]
-        uneven = frozenset((n, p) for n in rule.sizes.values() for p in parts)
+        uneven = frozenset((n, p) for f in rule.sizes for n in rule.extents(f) for p in parts)
         found = choices(rule, mesh, uneven, ("sum", "max", "min", "product"))
         assert len(found) > 1 or not case.shards, f"{case}: only the replicated choice on {mesh}"
         for choice in tried(found):

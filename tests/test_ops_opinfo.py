@@ -92,7 +92,7 @@ def test_samples(op):
         truth = func(*args, **kwargs)
         truth = list(truth) if isinstance(truth, (tuple, list)) else [truth]
         case = Case(func, lambda: None, rtol=1e-5)
-        for choice in choices(rule, MESH, {(n, 2) for n in rule.sizes.values()}, ANY_OP):
+        for choice in choices(rule, MESH, {(n, 2) for f in rule.sizes for n in rule.extents(f)}, ANY_OP):
             try:
                 prove(case, MESH, rule, mode, node, reals, truth, choice)
             except Exception as error:

@@ -1,8 +1,23 @@
 """The rules, by family.  Importing this package registers all of them."""
 
-from . import attention, create, higher_order, index, linalg, matmul, pointwise, random, reduce, sort, view, window
+from . import (
+    attention,
+    create,
+    higher_order,
+    index,
+    linalg,
+    matmul,
+    pointwise,
+    pool,
+    random,
+    ranges,
+    reduce,
+    sort,
+    view,
+    window,
+)
 
 __all__ = [
-    "attention", "create", "higher_order", "index", "linalg", "matmul", "pointwise", "random", "reduce", "sort", "view",
-    "window",
+    "attention", "create", "higher_order", "index", "linalg", "matmul", "pointwise", "pool", "random", "ranges",
+    "reduce", "sort", "view", "window",
 ]  # fmt: skip

@@ -34,10 +34,11 @@ def attention(node: Node, ops: list[str], res: list[str], products: int, whole: 
     if argument(node, "dropout_p", 0.0):
         return None
     template = parse_rule(", ".join(ops) + " -> " + ", ".join(res))
-    found = template.instantiate(node, flops=None, whole=frozenset(whole.split()) | {"d", "e"}, even=True, **fields)
+    found = template.instantiate(node, flops=None, whole=frozenset(whole.split()) | {"d", "e"}, **fields)
     n = found.sizes
     pairs = n["b"] * n["g"] * n["r"] * n["s"] * n["t"]
-    return dataclasses.replace(found, flops=2.0 * products * pairs * (n["d"] + n["e"]) / 2)
+    flops = 2.0 * products * pairs * (n["d"] + n["e"]) / 2
+    return dataclasses.replace(found, flops=flops, even=frozenset(n))
 
 
 # --- on CPU -------------------------------------------------------------------------------------------------

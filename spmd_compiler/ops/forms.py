@@ -119,11 +119,3 @@ def stacked_positions(e: Emit, where: Node, factor: str, dim: int, below: int) -
         return stacked(e, where, factor, dim)[0]
     short, _ = stacked(e, e.call(prims.convert_element_type.default, where, torch.int32), factor, dim)
     return e.call(prims.convert_element_type.default, short, torch.int64)
-
-
-def place(e: Emit, factor: str) -> IntExpr:
-    """The number of this device's piece among all pieces of a factor."""
-    index: IntExpr = 0
-    for axis in e.axes(factor):
-        index = index * e.mesh[axis] + coordinate(axis)
-    return index

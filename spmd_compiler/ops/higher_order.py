@@ -15,4 +15,4 @@ def _(node: Node) -> Rule | None:
     mapped, others = ([a.meta["val"] for a in part if is_tensor(a.meta.get("val"))] for part in node.args[1:3])
     over = [(("m",), *((),) * (t.dim() - 1)) for t in mapped]
     made = [() if r is None else (("m",), *((),) * (r.dim() - 1)) for r in results(node)]
-    return fit(node, [*over, *(((),) * t.dim() for t in others)], made, even=True)
+    return fit(node, [*over, *(((),) * t.dim() for t in others)], made, even=frozenset("m"))

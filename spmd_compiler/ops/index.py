@@ -17,6 +17,7 @@ from torch.fx import Node
 from ..ir import Emit, is_tensor, operands, results
 from ..rules import ANY_OP, Dims, Rule, define, dims, fit
 from .forms import both, constant, first, local_index, padded, positions, uneven, zero_unless
+from .known import Tie, tie
 from .reduce import argument
 
 aten = torch.ops.aten
@@ -218,10 +219,13 @@ def _compared(e: Emit, x: Node, dim: int, index: Node, value: Any) -> Node:
 class Advanced:
     """The dims of ``x[indices]``: unindexed dims ``d<i>``, indexed ``v<i>``, those of the broadcast indices ``b<j>``.
 
-    ``after`` counts the result's dims behind the index's.
+    ``after`` counts the result's dims behind the index's.  An indexed dim may be tied to a dim of the index, whose
+    factor is then ``v<i>`` too (`known`).
     """
 
-    def __init__(self, x: Node, indices: Sequence[Node | None]) -> None:
+    def __init__(
+        self, x: Node, indices: Sequence[Node | None], wrap: bool = False, put: Node | None = None, tied: bool = True
+    ) -> None:
         ndim = x.meta["val"].dim()
         at = [i for i, index in enumerate(indices) if index is not None]
         self.at, self.indices = at, [indices[i] for i in at]
@@ -232,27 +236,81 @@ class Advanced:
         adjacent = at == list(range(at[0], at[-1] + 1)) if at else True
         begin = at[0] if at and adjacent else 0
         rest = [d for i, d in enumerate(self.table) if i not in at]
-        self.result: Dims = (*rest[:begin], *self.index_dims, *rest[begin:])
         self.after = len(rest) - begin
-        self.row_factors = frozenset(f"v{i}" for i in at)
+        self.ties = self._tied(x, wrap, put) if self.plain and tied else {}
+        self.index_dims = tuple(
+            next(((t.factor,) for t in self.ties.values() if t.along == j), d) for j, d in enumerate(self.index_dims)
+        )
+        self.result: Dims = (*rest[:begin], *self.index_dims, *rest[begin:])
+        self.row_factors = frozenset(f"v{i}" for i in at if i not in self.ties)
+        self.spread = frozenset(f for (f,) in self.index_dims if f[0] == "b")
+
+    def _tied(self, x: Node, wrap: bool, put: Node | None) -> dict[int, Tie]:
+        """Ties of known indices; where values are ``put`` nothing else may move along the index's dim."""
+        found: dict[int, Tie] = {}
+        for i, index in zip(self.at, self.indices, strict=True):
+            t = tie(i, x.meta["val"].shape[i], index, len(self.index_dims), wrap)
+            if t is None or self.indices.count(index) > 1 or any(t.along == o.along for o in found.values()):
+                continue
+            others = [o for o in self.indices if o is not index]
+            if put is None or (self.moves(put, t, self.after) and not any(self.moves(o, t, 0) for o in others)):
+                found[i] = t
+        return found
+
+    def moves(self, n: Node, t: Tie, after: int) -> bool:
+        """Whether an operand, with ``after`` dims behind the index's, has the index's dim in full."""
+        dim = n.meta["val"].dim() - after - len(self.index_dims) + t.along
+        return dim >= 0 and n.meta["val"].shape[dim] == t.size
+
+    def windows(self) -> list[str]:
+        return [t.factor for t in self.ties.values()]
 
     def dims_of(self, index: Node) -> Dims:
-        n = index.meta["val"].dim()
-        return self.index_dims[len(self.index_dims) - n :]
+        """Of an index; what is known is whole along the dim that it is tied to."""
+        own = next((t for i, t in self.ties.items() if self.indices[self.at.index(i)] is index), None)
+        whole = {} if own is None else {own.along: ()}
+        return fitted(tuple(whole.get(j, d) for j, d in enumerate(self.index_dims)), index)
 
-    def localise(self, e: Emit, indices: Sequence[Node | None], wrap: bool) -> tuple[list[Any], Node | None]:
+    def fetched(self, e: Emit, x: Node, indices: Sequence[Node | None]) -> tuple[Node, list[Node | None]]:
+        """The rows that tied indices read, and these indices counted in them."""
+        made = list(indices)
+        for i, t in self.ties.items():
+            if e.axes(t.factor):
+                x, want = t.local_rows(e, x)
+                made[i] = t.local_index(e, made[i], want)
+        return x, made
+
+    def concerned(self, e: Emit, indices: Sequence[Node | None], values: Node) -> tuple[list[Node | None], Node]:
+        """Of tied indices and the values put there those that concern the local rows."""
+        made = list(indices)
+        for i, t in self.ties.items():
+            if e.axes(t.factor):
+                dim = values.meta["val"].dim() - self.after - len(self.index_dims) + t.along
+                made[i], values = t.local_readers(e, made[i], values, dim)
+        return made, values
+
+    def localise(
+        self, e: Emit, indices: Sequence[Node | None], wrap: bool, put: bool = False
+    ) -> tuple[list[Any], Node | None]:
         """Local indices of sharded dims, and the mask (shaped to fit the result) of rows held here."""
         made, mask = list(indices), None
         for i in self.at:
-            if e.axes(f"v{i}"):
+            if e.axes(f"v{i}") and (i not in self.ties or put):
                 made[i], inside = local_index(e, made[i], f"v{i}", wrap)
                 mask = both(e, mask, inside)
         for _ in range(self.after if mask is not None else 0):
             mask = e.call(aten.unsqueeze.default, mask, mask.meta["val"].dim())
         return made, mask
 
-    def sharded(self, e: Emit) -> list[int]:
-        return [i for i in self.at if e.axes(f"v{i}")]
+    def sharded(self, e: Emit, put: bool = False) -> list[int]:
+        return [i for i in self.at if e.axes(f"v{i}") and (i not in self.ties or put)]
+
+
+def fitted(term: Dims, n: Node) -> Dims:
+    """The last of the dims ``term`` for an operand that broadcasts against them."""
+    shape = n.meta["val"].shape
+    dims_ = term[len(term) - len(shape) :]
+    return tuple(() if size == 1 else d for d, size in zip(dims_, shape, strict=True))
 
 
 def _indices(node: Node, position: int) -> list[Node | None]:
@@ -261,11 +319,12 @@ def _indices(node: Node, position: int) -> list[Node | None]:
 
 @define(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _(node: Node) -> Rule | None:
-    a = Advanced(node.args[0], _indices(node, 1))
+    a = Advanced(node.args[0], _indices(node, 1), wrap=node.target is aten.index.Tensor)
     if not a.plain:
         return None
 
     def form(e: Emit, x: Node, indices: Sequence[Any]) -> Node:
+        x, indices = a.fetched(e, x, indices)
         for i in a.sharded(e):
             x = padded(e, x, i, f"v{i}", 0)
         indices, mask = a.localise(e, indices, wrap=node.target is aten.index.Tensor)
@@ -273,8 +332,8 @@ def _(node: Node) -> Rule | None:
         return made if mask is None else e.call(aten.where.self, mask, made, constant(e, 0, made))
 
     return fit(
-        node, [a.table, *map(a.dims_of, a.indices)], [a.result], [[0]], ANY_OP,
-        form=form, whole=frozenset() if _number(node) else a.row_factors,
+        node, [a.table, *map(a.dims_of, a.indices)], [a.result], [[0]], ANY_OP, windows=a.windows(), form=form,
+        whole=frozenset() if _number(node) else a.row_factors,
     )  # fmt: skip
 
 
@@ -284,10 +343,11 @@ def _(node: Node) -> Rule | None:
     a = Advanced(node.args[0], _indices(node, 2))
     if not a.plain:
         return None
-    mask_dims = a.result[len(a.result) - node.args[1].meta["val"].dim() :]
+    mask_dims = fitted(a.result, node.args[1])
     fill = node.args[3]
 
     def form(e: Emit, x: Node, mask: Node, indices: Sequence[Any], fill: Any) -> Node:
+        x, indices = a.fetched(e, x, indices)
         for i in a.sharded(e):
             x = padded(e, x, i, f"v{i}", 0)
         indices, inside = a.localise(e, indices, wrap=False)
@@ -295,7 +355,7 @@ def _(node: Node) -> Rule | None:
 
     return fit(
         node, [a.table, mask_dims, *map(a.dims_of, a.indices)], [a.result], [[0]] if fill == 0 else [],
-        form=form, whole=frozenset() if _number(node) and fill == 0 else a.row_factors,
+        windows=a.windows(), form=form, whole=frozenset() if _number(node) and fill == 0 else a.row_factors,
     )  # fmt: skip
 
 
@@ -303,27 +363,25 @@ def _(node: Node) -> Rule | None:
 def _(node: Node) -> Rule | None:
     """Added contributions may be spread over devices; what is set must be where its row is."""
     masked = node.target is aten._unsafe_masked_index_put_accumulate.default
-    a = Advanced(node.args[0], _indices(node, 2 if masked else 1))
     adds = masked or bool(argument(node, "accumulate", False))
     values = node.args[3] if masked else node.args[2]
+    wrap = node.target is not aten._unsafe_index_put.default
+    a = Advanced(node.args[0], _indices(node, 2 if masked else 1), wrap, values, tied=adds and not masked)
     given = operands(node)
     if not a.plain:
         return None if masked or adds else _masked_fill(node)
 
-    def fitted(n: Node) -> Dims:
-        return a.result[max(0, len(a.result) - n.meta["val"].dim()) :]
-
     if values.meta["val"].dim() > len(a.result):
         return None
-    spread = frozenset(f for (f,) in a.index_dims)
 
     def form(e: Emit, x: Node, *args: Any) -> Node:
         mask = args[0] if masked else None
         indices, value = args[1:3] if masked else args[:2]
         if adds:
-            x = first(e, x, *spread)
-        rows = a.sharded(e)
-        local, inside = a.localise(e, indices, wrap=node.target is not aten._unsafe_index_put.default)
+            x = first(e, x, *a.spread)
+        indices, value = a.concerned(e, indices, value)
+        rows = a.sharded(e, put=True)
+        local, inside = a.localise(e, indices, wrap, put=True)
         trash = not adds and bool(rows)
         cut = [i for i in rows if trash or uneven(e, f"v{i}")]
         for i in cut:
@@ -341,13 +399,14 @@ def _(node: Node) -> Rule | None:
         return made
 
     if not adds:
-        whole = spread
+        whole = a.spread
     else:
-        whole = frozenset() if _number(node) else spread
+        whole = frozenset() if _number(node) else a.spread
     last = len(given) - 1
     return fit(
-        node, [a.table, *([fitted(node.args[1])] if masked else []), *map(a.dims_of, a.indices), fitted(values)],
-        [a.table], [[0, last]], ("sum",) if adds else ANY_OP, form=form, whole=whole,
+        node, [a.table, *(fitted(a.result, m) for m in node.args[1:2] if masked), *map(a.dims_of, a.indices),
+               fitted(a.result, values)],
+        [a.table], [[0, last]], ("sum",) if adds else ANY_OP, form=form, whole=whole, windows=a.windows(),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..ir import Emit, operands, results
 from ..rules import Dims, Rule, define, dims, fit
 from ..symbolic import IntExpr
-from .forms import constant, highest, lowest, padded, place, stacked, stacked_positions, uneven
+from .forms import constant, highest, lowest, padded, stacked, stacked_positions, uneven
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -340,7 +340,7 @@ def _scan(e: Emit, x: Node, dim: int, **kwargs: Any) -> Any:
     neutral, combine = SCANS[e.node.target]
     dim, fill = dim % x.meta["val"].dim(), neutral(x.meta["val"].dtype)
     pairs = isinstance(e.node.meta["val"], (tuple, list))
-    size, here = e.size("s"), place(e, "s")
+    size, here = e.size("s"), e.place("s")
 
     def scan(x: Node) -> list[Node]:
         made = same_op(e, x, dim, **kwargs)
@@ -450,4 +450,4 @@ def _(node: Node) -> Rule | None:
         return (("c",),) if t.dim() == 1 else ((), ("c",), *((),) * (t.dim() - 2))
 
     given = [o.meta["val"] for o in operands(node)]
-    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], even=True)
+    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], even=frozenset("c"))

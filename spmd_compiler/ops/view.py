@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands, results
+from ..ir import Emit, operands
 from ..rules import ANY_OP, Dims, Linear, Rule, define, dims, fit
 from .reduce import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-END = 2**63 - 1
 
 
 def moved(node: Node, ops: Sequence[Dims], res: Sequence[Dims], **fields: Any) -> Rule | None:
@@ -191,62 +189,7 @@ def _(node: Node) -> Rule | None:
     return fit(node, [whole, whole[x.dim() - y.dim() :]], [whole], [[1]], ANY_OP)
 
 
-# --- parts of one tensor ------------------------------------------------------------------------------------
-
-
-def along_others(node: Node, fixed: Sequence[int], **fields: Any) -> Rule | None:
-    """All tensors have the same dims; those in ``fixed`` are never sharded."""
-    ndim = operands(node)[0].meta["val"].dim()
-    whole = dims("d", ndim, [d % ndim for d in fixed] if ndim else ())
-    return moved(node, [whole] * len(operands(node)), [whole] * len(results(node)), **fields)
-
-
-@define(aten.slice.Tensor)
-def _(node: Node) -> Rule | None:
-    """A slice of everything keeps its dim shardable."""
-    x, out = node.args[0].meta["val"], node.meta["val"]
-    dim = argument(node, "dim") % x.dim()
-    if x.shape[dim] != out.shape[dim]:
-        return along_others(node, [dim])
-    return along_others(node, [], form=lambda e, x, *_, **__: e.call(aten.alias.default, x))
-
-
-@define(aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unfold.default,
-        aten.narrow_copy.default, aten.unsafe_split.Tensor,
-        aten.split_with_sizes_copy.default, aten.split_copy.Tensor)  # fmt: skip
-def _(node: Node) -> Rule | None:
-    dim = argument(node, "dim", argument(node, "dimension"))
-    if node.target is not aten.unfold.default:
-        return along_others(node, [dim])
-    if node.args[0].meta["val"].dim() == 0:
-        return None
-    whole = dims("d", node.args[0].meta["val"].dim(), [dim % node.args[0].meta["val"].dim()])
-    return moved(node, [whole], [(*whole, ())])
-
-
-@define(aten.select.int, aten.unbind.int, aten.unbind_copy.int)
-def _(node: Node) -> Rule | None:
-    x = node.args[0].meta["val"]
-    dim = argument(node, "dim") % x.dim()
-    old = dims("d", x.dim(), [dim])
-    return moved(node, [old], [old[:dim] + old[dim + 1 :]] * len(results(node)))
-
-
-@define(aten.slice_scatter.default)
-def _(node: Node) -> Rule | None:
-    x, part = (o.meta["val"] for o in operands(node))
-    dim = argument(node, "dim") % x.dim()
-    if x.shape[dim] != part.shape[dim]:
-        return along_others(node, [dim])
-    return along_others(node, [], form=lambda e, x, part, *_, **__: e.call(aten.alias.default, part))
-
-
-@define(aten.select_scatter.default)
-def _(node: Node) -> Rule | None:
-    x = node.args[0].meta["val"]
-    dim = argument(node, "dim") % x.dim()
-    whole = dims("d", x.dim(), [dim])
-    return moved(node, [whole, whole[:dim] + whole[dim + 1 :]], [whole])
+# --- diagonals ----------------------------------------------------------------------------------------------
 
 
 @define(aten.diagonal.default, aten.diagonal_copy.default, aten.diag_embed.default)
@@ -266,52 +209,3 @@ def _(node: Node) -> Rule | None:
     pair = {argument(node, "dim1") % big, argument(node, "dim2") % big}
     rest = tuple(d for i, d in enumerate(dims("d", big)) if i not in pair)
     return moved(node, [dims("d", big, pair), (*rest, ())], [dims("d", big, pair)])
-
-
-@define(aten.flip.default, aten.roll.default, prims.rev.default, aten.unfold_copy.default)
-def _(node: Node) -> Rule | None:
-    listed = node.args[1]
-    if node.target is aten.roll.default:
-        listed = argument(node, "dims")
-        if not listed:
-            return along_others(node, range(node.args[0].meta["val"].dim()))
-    elif node.target is aten.unfold_copy.default:
-        return None
-    return along_others(node, listed)
-
-
-@define(aten.repeat.default)
-def _(node: Node) -> Rule | None:
-    """A dim repeated once keeps its factor."""
-    x, times = node.args[0].meta["val"], node.args[1]
-    lead = len(times) - x.dim()
-    old = dims("d", x.dim(), [i for i in range(x.dim()) if times[lead + i] != 1])
-    return moved(node, [old], [((),) * lead + old])
-
-
-@define(aten.constant_pad_nd.default)
-def _(node: Node) -> Rule | None:
-    """Padding with zeros is linear."""
-    x, pad = node.args[0].meta["val"], node.args[1]
-    padded = [x.dim() - 1 - i // 2 for i, n in enumerate(pad) if n]
-    whole = dims("d", x.dim(), padded)
-    zero = argument(node, "value", 0) == 0
-    return fit(node, [whole], [whole], [[0]] if zero or not padded else [])
-
-
-# --- several tensors ----------------------------------------------------------------------------------------
-
-
-@define(aten.cat.default, prims.cat.default)
-def _(node: Node) -> Rule | None:
-    given = [o.meta["val"] for o in operands(node)]
-    if any(g.dim() != given[0].dim() for g in given) or len({g.dtype for g in given}) > 1:
-        return None
-    return along_others(node, [argument(node, "dim")])
-
-
-@define(aten.stack.default)
-def _(node: Node) -> Rule | None:
-    old = dims("d", node.args[0][0].meta["val"].dim())
-    at = argument(node, "dim") % (len(old) + 1)
-    return moved(node, [old] * len(operands(node)), [(*old[:at], (), *old[at:])])

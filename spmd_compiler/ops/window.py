@@ -1,30 +1,192 @@
-"""Convolutions, pooling and resizing: batch and channels may be sharded, windowed dims are whole.
+"""Windows over a dim, and convolutions: batch, channels and windowed dims may be sharded.
 
-(The halo exchange that a sharded windowed dim needs is not written yet.)
+A windowed dim has a wide side (a convolution's input) and a narrow one (its result): element ``o`` of the narrow side
+is tied to ``o * stride - pad + dilation * j`` of the wide, ``j < kernel``.  Both are one factor, cut in as many pieces.
+What is computed on the narrow side *gathers* the span of its piece; what is computed on the wide side *covers* its
+piece by the narrow elements that touch it.  The local op runs without padding on exactly that range.  Gradients of
+weights need no more: over the covering range, with the other elements of the wide side as zeros, they add up to
+the whole.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ..collectives import Range
 from ..ir import Emit, operands, results
-from ..rules import Dims, Linear, Rule, define, fit
+from ..rules import Dims, Linear, Rule, define
 from .forms import first
+from .ranges import cut
 from .reduce import argument
 
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class Window:
+    """One windowed dim: its place among the dims, its factor, the sizes of its two sides."""
+
+    dim: int
+    factor: str
+    wide: int
+    narrow: int
+    kernel: int = 1
+    stride: int = 1
+    pad: int = 0
+    dilation: int = 1
+
+    @property
+    def extent(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    def span(self, begin: int, end: int) -> Range:
+        """The wide elements, padding included, that narrow ones read; of none of them, one window of padding."""
+        if begin >= end:
+            return self.wide + self.pad, self.wide + self.pad + self.extent
+        return begin * self.stride - self.pad, (end - 1) * self.stride - self.pad + self.extent
+
+    def cover(self, begin: int, end: int) -> Range:
+        """The narrow elements that read wide ones; where there are none, one beyond the end."""
+        low = max(0, -((self.extent - 1 - begin - self.pad) // self.stride))
+        high = min(self.narrow, (end - 1 + self.pad) // self.stride + 1)
+        return (low, high) if begin < end and low < high else (self.narrow, self.narrow + 1)
+
+
+@dataclass(frozen=True)
+class Adaptive(Window):
+    """Windows that share the wide side evenly: ``o`` reads ``floor(o * wide / narrow)`` to
+    ``ceil((o + 1) * wide / narrow)``."""
+
+    def span(self, begin: int, end: int) -> Range:
+        if begin >= end:
+            return self.wide, self.wide + 1
+        return begin * self.wide // self.narrow, -(-end * self.wide // self.narrow)
+
+    def cover(self, begin: int, end: int) -> Range:
+        if begin >= end:
+            return self.narrow, self.narrow + 1
+        return begin * self.narrow // self.wide, -(-end * self.narrow // self.wide)
+
+
+def windows(wide: torch.Tensor, narrow: torch.Tensor, count: int, *args: Any) -> list[Window]:
+    """Of the last ``count`` dims; ``args`` are kernel, stride, padding, dilation, as pooling takes them."""
+    lead = wide.dim() - count
+    each = [per_dim(a, count) for a in args]
+    return [
+        Window(lead + i, f"w{i}", wide.shape[lead + i], narrow.shape[lead + i], *(a[i] for a in each))
+        for i in range(count)
+    ]
+
+
+def per_dim(given: int | Sequence[int], count: int) -> list[int]:
+    """One number for each windowed dim, of one for all or of as many."""
+    found = [given] if isinstance(given, int) else list(given)
+    return found * count if len(found) == 1 else found
+
+
+def among(e: Emit, found: Sequence[Window]) -> list[Window]:
+    """The windows whose dims are sharded."""
+    return [w for w in found if e.axes(w.factor)]
+
+
+def gather(e: Emit, x: Node, found: Sequence[Window], fill: Any = 0) -> Node:
+    """What the local narrow elements read, of the local wide ones.  Padding comes last: it need not travel."""
+    inside: dict[Window, list[Range]] = {}
+    for w in (apart := among(e, found)):
+        span = [w.span(*r) for r in e.pieces(w.factor, w.narrow)]
+        inside[w] = span if w is apart[-1] else [(max(b, 0), max(b, 0, min(end, w.wide))) for b, end in span]
+        x = e.fetch(x, w.dim, w.factor, e.pieces(w.factor, w.wide), [[r] for r in inside[w]], fill)
+    for w in found:
+        span = [w.span(*r) for r in e.pieces(w.factor, w.narrow)]
+        x = e.crop(x, w.dim, w.factor, inside.get(w) or [(0, w.wide)], span, fill)
+    return x
+
+
+def covering(e: Emit, found: Sequence[Window]) -> list[list[Range]]:
+    """For each window the ranges of the narrow side that cover the pieces of the wide."""
+    return [[w.cover(*r) for r in e.pieces(w.factor, w.wide)] for w in found]
+
+
+def cover(e: Emit, x: Node, found: Sequence[Window], fill: Any = 0) -> Node:
+    """The narrow elements that cover the local wide ones, of the local narrow ones."""
+    for w, ranges in zip(found, covering(e, found), strict=True):
+        x = e.fetch(x, w.dim, w.factor, e.pieces(w.factor, w.narrow), [[r] for r in ranges], fill)
+    return x
+
+
+def spread(e: Emit, x: Node, found: Sequence[Window], fill: Any = 0) -> Node:
+    """The local wide elements, cut and padded to all that the covering narrow ones read."""
+    for w, ranges in zip(found, covering(e, found), strict=True):
+        x = e.crop(x, w.dim, w.factor, e.pieces(w.factor, w.wide), [w.span(*r) for r in ranges], fill)
+    return x
+
+
+def settle(e: Emit, x: Node, found: Sequence[Window]) -> Node:
+    """Of all wide elements that the covering narrow ones read the local ones."""
+    for w, ranges in zip(found, covering(e, found), strict=True):
+        x = e.crop(x, w.dim, w.factor, [w.span(*r) for r in ranges], e.pieces(w.factor, w.wide))
+    return x
+
+
+def filled(e: Emit, x: Node, dim: int, factor: str, n: int) -> Node:
+    """``x`` with one zero where its piece is empty: torch refuses to work on nothing."""
+    pieces = e.pieces(factor, n)
+    return e.crop(x, dim, factor, pieces, [(b, max(end, b + 1)) for b, end in pieces])
+
+
+def emptied(e: Emit, x: Node, dim: int, factor: str, n: int) -> Node:
+    """Undo `filled` in a result."""
+    pieces = e.pieces(factor, n)
+    return cut(e, x, dim, factor, [(0, end - b) for b, end in pieces]) if any(b == end for b, end in pieces) else x
+
+
+def trim(e: Emit, x: Node, found: Sequence[Window]) -> Node:
+    """Off with what stands for an empty narrow piece."""
+    for w in found:
+        x = emptied(e, x, w.dim, w.factor, w.narrow)
+    return x
+
+
 # --- convolution --------------------------------------------------------------------------------------------
 
 
-def _terms(node: Node, x: torch.Tensor, weight: torch.Tensor) -> tuple[Dims, Dims, Dims, dict[str, int]] | None:
-    """Dims of input, weight and output, and the sizes: batch ``n``, groups ``q``, channels ``c`` in and ``o`` out."""
+@dataclass(frozen=True)
+class Terms:
+    """Dims of a convolution's input, weight and output; sizes of batch ``n``, groups ``q``, channels ``c``, ``o``."""
+
+    left: Dims
+    kernel: Dims
+    out: Dims
+    sizes: dict[str, int]
+    windows: list[Window]
+    groups: int
+    transposed: bool
+    behind: tuple[int, ...]  # output_padding
+
+    def nonempty(self, e: Emit, how: Any, x: Node | None, term: Dims) -> Node | None:
+        """`filled` or `emptied` of the channels of an operand or a result."""
+        for dim, factors in enumerate(term):
+            if x is not None and len(factors) == 1 and factors[0] in "co":
+                x = how(e, x, dim, factors[0], self.sizes[factors[0]])
+        return x
+
+    def local(self, e: Emit) -> list[Any]:
+        """Stride, padding and the rest of the local call's arguments: no padding of sharded dims."""
+        pads = [(0, 0) if e.axes(w.factor) else (w.pad, n) for w, n in zip(self.windows, self.behind, strict=True)]
+        return [
+            [w.stride for w in self.windows], [p for p, _ in pads], [w.dilation for w in self.windows], self.transposed,
+            [n for _, n in pads], e.size("q") if "q" in self.sizes else self.groups,
+        ]  # fmt: skip
+
+
+def terms(node: Node, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Terms | None:
     if x.dim() != weight.dim():
         return None
     groups, transposed = argument(node, "groups"), argument(node, "transposed")
@@ -33,33 +195,58 @@ def _terms(node: Node, x: torch.Tensor, weight: torch.Tensor) -> tuple[Dims, Dim
     lead: tuple[str, ...] = ()
     if groups > 1:
         sizes["q"], lead = groups, ("q",)
-    rest: Dims = ((),) * (x.dim() - 2)
+    found = windows(
+        *((out, x) if transposed else (x, out)), x.dim() - 2,
+        list(weight.shape[2:]), *(argument(node, a) for a in ("stride", "padding", "dilation")),
+    )  # fmt: skip
+    wide = tuple((w.factor,) for w in found)
     kernel = ((*lead, "c"), ("o",)) if transposed else ((*lead, "o"), ("c",))
-    return (("n",), (*lead, "c"), *rest), (*kernel, *rest), (("n",), (*lead, "o"), *rest), sizes
+    return Terms(
+        (("n",), (*lead, "c"), *wide), (*kernel, *((),) * len(found)), (("n",), (*lead, "o"), *wide), sizes,
+        found, groups, transposed, tuple(per_dim(argument(node, "output_padding"), len(found))),
+    )  # fmt: skip
 
 
-def _flops(node: Node, weight: torch.Tensor, out: torch.Tensor, sizes: dict[str, int]) -> float:
-    return 2.0 * out.numel() * sizes["c"] * math.prod(weight.shape[2:])
+def _rule(t: Terms, narrow: torch.Tensor, weight: torch.Tensor, wide: bool, times: int, **fields: Any) -> Rule:
+    """``wide`` says on which side the result is, ``times`` counts products of all of ``narrow`` by the weight."""
+    made = {w.factor: w.wide if wide else w.narrow for w in t.windows}
+    each = t.sizes["o" if t.transposed else "c"] * math.prod(weight.shape[2:])
+    return Rule(
+        sizes=t.sizes | made, windows={w.factor: frozenset((w.wide, w.narrow)) for w in t.windows},
+        flops=2.0 * narrow.numel() * each * times, **fields,
+    )  # fmt: skip
 
 
 @define(aten.convolution.default)
 def _(node: Node) -> Rule | None:
     x, weight, *bias = (o.meta["val"] for o in operands(node))
-    found = _terms(node, x, weight)
-    if found is None:
+    t = terms(node, x, weight, node.meta["val"])
+    if t is None:
         return None
-    left, kernel, out, sizes = found
 
-    def form(e: Emit, x: Node, weight: Node, bias: Node | None, *rest: Any) -> Node:
-        if bias is not None and not sizes.get("q"):
+    def form(e: Emit, x: Node, weight: Node, bias: Node | None, *_: Any) -> Node:
+        if bias is not None and not t.sizes.get("q"):
             bias = first(e, bias, "c")
-        groups = e.size("q") if "q" in sizes else rest[-1]
-        return e.call(node.target, x, weight, bias, *rest[:-1], groups)
+        x, weight = t.nonempty(e, filled, x, t.left), t.nonempty(e, filled, weight, t.kernel)
+        bias = t.nonempty(e, filled, bias, (t.out[1],))
+        made = convolved(e, x, weight, bias)
+        return t.nonempty(e, emptied, made, t.out)
+
+    def convolved(e: Emit, x: Node, weight: Node, bias: Node | None) -> Node:
+        apart = among(e, t.windows)
+        if not t.transposed:
+            return trim(e, e.call(node.target, gather(e, x, apart), weight, bias, *t.local(e)), apart)
+        if not apart:
+            return e.call(node.target, x, weight, bias, *t.local(e))
+        made = settle(e, e.call(node.target, cover(e, x, apart), weight, None, *t.local(e)), apart)
+        if bias is None:
+            return made
+        return e.call(aten.add.Tensor, made, e.call(aten.reshape.default, bias, [-1] + [1] * len(t.windows)))
 
     grouped = tuple(Linear(g) for g in (((0, 2), (1, 2)) if bias else ((0,), (1,))))
-    return Rule(
-        operands=(left, kernel, *((out[1],) for _ in bias)), results=(out,), sizes=sizes, linear=grouped, form=form,
-        flops=_flops(node, weight, node.meta["val"], sizes), even=True,
+    return _rule(
+        t, x if t.transposed else node.meta["val"], weight, t.transposed, 1, linear=grouped, form=form,
+        operands=(t.left, t.kernel, *((t.out[1],) for _ in bias)), results=(t.out,),
     )  # fmt: skip
 
 
@@ -67,59 +254,38 @@ def _(node: Node) -> Rule | None:
 def _(node: Node) -> Rule | None:
     """The bias's gradient is a sum over the batch; devices that share input channels alone agree on it."""
     grad, x, weight = (o.meta["val"] for o in operands(node))
-    found = _terms(node, x, weight)
-    if found is None:
+    t = terms(node, x, weight, grad)
+    if t is None:
         return None
-    left, kernel, out, sizes = found
 
-    def form(e: Emit, grad: Node, x: Node, weight: Node, bias_sizes: Any, *rest: Any) -> Node:
-        groups = e.size("q") if "q" in sizes else rest[-2]
-        if bias_sizes is not None:
-            bias_sizes = [math.prod(e.size(f) for f in out[1])]
-        return e.call(node.target, grad, x, weight, bias_sizes, *rest[:-2], groups, rest[-1])
+    def form(e: Emit, grad: Node, x: Node, weight: Node, *rest: Any) -> Any:
+        mask = rest[-1]
+        made: list[Node | None] = [None] * 3
+        if mask[2]:
+            made[2] = e.call(aten.sum.dim_IntList, grad, [0, *range(2, 2 + len(t.windows))])
+        if any(mask[:2]):
+            given = zip((grad, x, weight), (t.out, t.left, t.kernel), strict=True)
+            full = [t.nonempty(e, filled, v, d) for v, d in given]
+            both = gradients(e, full, mask)
+            made[:2] = (t.nonempty(e, emptied, v, d) for v, d in zip(both, (t.left, t.kernel), strict=True))
+        return tuple(made)
 
-    made = [d if r is not None else () for d, r in zip((left, kernel, (out[1],)), results(node), strict=True)]
-    return Rule(
-        operands=(out, left, kernel), results=tuple(made), sizes=sizes, linear=(Linear((0,)),), form=form,
-        reduce={"c": "none"}, flops=_flops(node, weight, grad, sizes) * sum(node.args[-1][:2]), even=True,
+    def gradients(e: Emit, given: Sequence[Any], mask: Sequence[bool]) -> list[Node | None]:
+        (grad, x, weight), apart = given, among(e, t.windows)
+        if t.transposed:
+            grad = gather(e, grad, apart)
+            for w in apart:
+                x = filled(e, x, w.dim, w.factor, w.narrow)
+        else:
+            grad, x = cover(e, grad, apart), spread(e, x, apart)
+        both = e.call(node.target, grad, x, weight, None, *t.local(e), [*mask[:2], False])
+        made = [e.call(operator.getitem, both, i) if mask[i] else None for i in (0, 1)]
+        if mask[0]:
+            made[0] = (trim if t.transposed else settle)(e, made[0], apart)
+        return made
+
+    res = [d if r is not None else () for d, r in zip((t.left, t.kernel, (t.out[1],)), results(node), strict=True)]
+    return _rule(
+        t, x if t.transposed else grad, weight, not t.transposed, sum(node.args[-1][:2]), linear=(Linear((0,)),),
+        form=form, operands=(t.out, t.left, t.kernel), results=tuple(res), reduce={"c": "none"},
     )  # fmt: skip
-
-
-# --- pooling and resizing -----------------------------------------------------------------------------------
-
-LINEAR = """
-    avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d _adaptive_avg_pool3d
-    _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward upsample_nearest1d upsample_nearest2d
-    upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward upsample_bilinear2d_backward
-    upsample_bicubic2d_backward reflection_pad1d reflection_pad2d replication_pad2d reflection_pad2d_backward
-    adaptive_avg_pool1d upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward
-    max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward replication_pad1d replication_pad3d
-    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward reflection_pad3d
-    reflection_pad1d_backward reflection_pad3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward
-"""
-OTHERS = "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d"
-PRIMS = ("prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_pool_offsets_to_indices")
-
-
-@define(*(getattr(aten, name) for name in (LINEAR + OTHERS).split() if hasattr(aten, name)), *PRIMS)
-def _(node: Node) -> Rule | None:
-    """The dims before the windowed ones are free."""
-    name = node.target._schema.name.split("::")[1]
-    windowed = next((int(c) for c in "123" if f"{c}d" in name), 0) or len(node.args[1])
-    given = [o.meta["val"] for o in operands(node)]
-    if not given or given[0].dim() <= windowed:
-        return None
-
-    def term(t: torch.Tensor) -> Dims:
-        return (*((f"d{i}",) for i in range(t.dim() - windowed)), *((),) * windowed)
-
-    def form(e: Emit, *args: Any, **kwargs: Any) -> Any:
-        sizes = argument(node, "input_size")
-        if sizes is not None and len(sizes) == node.meta["val"].dim():  # of the whole result
-            at = [a.name for a in node.target._schema.arguments].index("input_size")
-            args = (*args[:at], list(e.shape()), *args[at + 1 :])
-        return e.call(node.target, *args, **kwargs)
-
-    linear = [[0]] if name in LINEAR.split() else []
-    found = fit(node, [term(g) for g in given], [term(r) for r in results(node)], linear, form=form)
-    return found and dataclasses.replace(found, even=True)
