@@ -1,6 +1,6 @@
 """The compiler's pipeline: captured joint graph in, partitioned local graph out.
 
-    annotate -> propagate -> partition -> simplify        (then `split` cuts it into forward and backward)
+    annotate -> unmerge -> propagate -> partition -> simplify        (then `split` cuts it into forward and backward)
 
 Each pass is one module with one public function; passes never import each other.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..cost import Profile, profile_of
 from ..ir import Captured, Partitioned
-from . import annotate, partition, propagate, simplify
+from . import annotate, partition, propagate, simplify, unmerge
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
     profile = profile_of(options.profile)
-    annotated = annotate.run(captured)
+    annotated = unmerge.run(annotate.run(captured))
     plan = propagate.run(annotated, annotated.mesh, profile)
     local = partition.run(annotated, plan, annotated.mesh, profile)
     local = simplify.run(local)

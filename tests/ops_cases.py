@@ -593,6 +593,10 @@ for shape, pad in (((2, 3, 8), [2, 1]), ((1, 2, 5, 4), [3, 0, 0, 2]), ((2, 3, 4,
 case(aten.upsample_nearest2d.default, lambda s: [s.f(4, 8, 3, 3), [6, 6]], shards="d0 d1")
 case(aten.upsample_nearest2d_backward.default, lambda s: [s.f(4, 8, 6, 6), [6, 6], [4, 8, 3, 3]], shards="d0 d1")
 
+case(aten.tensordot.default, lambda s: [s.f(5, 8, 3), s.f(3, 4), [2], [0]], shards="m0 m1 k0 n1", meshes=(ONE, CUBE))
+case(aten.tensordot.default, lambda s: [s.f(5, 8, 3), s.f(5, 8, 4), [0, 1], [0, 1]], shards="m2 k0 k1 n2")
+case(aten.tensordot.default, lambda s: [s.f(9, 2, 3), s.f(2, 4, 9), [1, 0], [0, 2]], shards="m2 k0 k1 n1")
+
 # --- linear algebra, transforms, distances --------------------------------------------------------------------
 
 
