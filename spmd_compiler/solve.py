@@ -327,9 +327,9 @@ def _branch(model: Model, cost: np.ndarray, equal: Any, rhs: np.ndarray, less: A
     unit = np.ones(model.columns)  # how many variables a choice's column stands for: all or none make it
     for first, choice_of, lead in zip(model.group, model.choice_of, model.leader, strict=True):
         unit[first : first + len(choice_of)] = model.quotient.sizes[lead]
-    constraints = [LinearConstraint(equal * unit, rhs, rhs)]
+    constraints = [LinearConstraint(equal.multiply(unit).tocsr(), rhs, rhs)]
     if less is not None:
-        constraints.append(LinearConstraint(less * unit, -np.inf, 0.0))
+        constraints.append(LinearConstraint(less.multiply(unit).tocsr(), -np.inf, 0.0))
     whole = (np.arange(model.columns) < model.choices).astype(int)
     found = milp(
         cost * unit, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),

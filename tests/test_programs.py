@@ -165,3 +165,10 @@ def test_recurrent_layers(layer):
     program = spmd.export(model, (x,), mesh={"a": 4}, placements={"input": {"a": Shard(0)}}, profile="bytes")
     assert not program.replicated_ops
     torch.testing.assert_close(program.simulate(x), model(x))
+
+
+def test_branch_and_bound_where_the_relaxation_is_fractional():
+    x = torch.eye(5) * 3
+    placements = {"args.0": {"a": Shard(0)}}
+    program = spmd.export(torch.linalg.cholesky, (x,), mesh={"a": 4}, placements=placements, profile="bytes")
+    torch.testing.assert_close(program.simulate(x), torch.linalg.cholesky(x))
