@@ -106,7 +106,11 @@ class _Partitioner:
         choice = self.plan.choice[node]
         local = [self._obtain(o, spec, node) for o, spec in zip(operands(node), choice.operands, strict=True)]
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _IDENTITY:
-            self.values[node, 0] = (local[0], choice.results[0])
+            new = local[0]
+            if node.target._schema.name == "spmd::from_local":  # the same memory under the name of a global value
+                new = Emit(self.graph, self.mesh, node, self.fake_mode).call(torch.ops.aten.alias.default, new)
+                self._mark(new, choice.results[0], node.meta["val"])
+            self.values[node, 0] = (new, choice.results[0])
             return
         rule = self.plan.rules[node]
         made = emit_choice(self.graph, self.mesh, self.fake_mode, node, rule, choice, local, self.scalars)

@@ -23,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from . import dynamo
-from .annotations import tracing
-from .dtensors import on_mesh, spec_of
+from .annotations import constrain_op, to_local_op, tracing
+from .dtensors import axes_within, spec_from, spec_in, spec_within
 from .ir import Captured, Input
 from .joint import Front, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
 from .placements import Mesh, Spec, SpmdError
@@ -62,11 +62,10 @@ def mesh_of_graph(gm: GraphModule, given: Any) -> DeviceMesh | Mesh | None:
             meshes.append(found)
     if not meshes:
         return None
-    largest = max(meshes, key=lambda m: len(m.shape))
-    axes = set(Mesh.of(largest).axes)
-    if all(set(Mesh.of(m).axes) <= axes for m in meshes):
-        return largest
-    return largest._get_root_mesh()
+    for largest in sorted(meshes, key=lambda m: -len(m.shape)):
+        if all(axes_within(m, largest) is not None for m in meshes):
+            return largest
+    return meshes[0]._get_root_mesh()
 
 
 def _static(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
@@ -95,6 +94,7 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     ]
     is_global = [dynamo.global_mesh(n) is not None for n in returned if n is not None]
 
+    _name_axes(gm, device_mesh)
     wrapped, taken = _specialised(gm, placeholders, returned)
     examples = [_static(placeholders[i].meta["example_value"], fake_mode) for i in taken]
     check_dense(examples)
@@ -104,13 +104,15 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     for i in taken:
         label, kind = _name_and_kind(placeholders[i])
         found = dynamo.dtensor_of(placeholders[i])
-        spec = on_mesh(spec_of(found), abstract) if found is not None else Spec.replicate(abstract)
+        spec = spec_in(found, device_mesh) if found is not None else Spec.replicate(abstract)
         named.append(Input(label, kind, spec))
     names = _unique([n.name for n in named])
     named = [Input(label, n.kind, n.spec) for label, n in zip(names, named, strict=True)]
 
     labels = ["out"] if len(is_global) == 1 else [f"out.{i}" for i in range(len(is_global))]
-    specs = [None if g else Spec.replicate(abstract) for g in is_global]
+    whole = Spec.replicate(abstract)
+    kept = [n for n in returned if n is not None]
+    specs = [_output_spec(n, device_mesh) if g else whole for n, g in zip(kept, is_global, strict=True)]
     front = assemble(joint, named, labels, specs, abstract, fake_mode, name)
     front.arguments = [taken[a] if isinstance(a, int) else a for a in front.arguments]
     order = iter(front.results)
@@ -118,6 +120,30 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     front.is_global = is_global
     front.device_mesh = device_mesh if isinstance(device_mesh, DeviceMesh) else None
     return front
+
+
+def _output_spec(node: Node, mesh: DeviceMesh | Mesh) -> Spec | None:
+    """The spec that hooks behind the program expect; None: the solver's."""
+    part, value = dynamo.global_mesh(node), node.meta["example_value"]
+    placements = dynamo.output_placements(node)
+    if part is None or placements is None:
+        return None
+    return spec_within(spec_from(placements, part, value.dim()), part, mesh, value.shape)
+
+
+def _name_axes(gm: GraphModule, mesh: DeviceMesh | Mesh) -> None:
+    """Write the specs of annotations, given on the axes of the mesh that their values are on, on those of ``mesh``."""
+    for node in gm.graph.nodes:
+        part = node.meta.get("spmd_spec_mesh")
+        if part is None or part == mesh:
+            continue
+        value = node.args[0] if node.target is to_local_op else node
+        args = list(node.args)
+        for i in (1,) if node.target is constrain_op else (1, len(args) - 1):
+            args[i] = str(spec_within(Spec.parse(args[i]), part, mesh, value.meta["example_value"].shape))
+        if node.target is not constrain_op:
+            args[2] = list(map(int, mesh.shape))
+        node.args = tuple(args)
 
 
 def _number(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +62,64 @@ def on_mesh(spec: Spec, mesh: Mesh) -> Spec:
         )
     known: Mapping[str, Placement] = dict(zip(spec.axes, spec.placements, strict=True))
     return Spec(mesh.axes, tuple(known.get(a, Replicate()) for a in mesh.axes), spec.nesting)
+
+
+def axes_within(part: DeviceMesh, whole: DeviceMesh) -> tuple[tuple[str, ...], ...] | None:
+    """The axes of ``whole`` that each axis of ``part`` runs over, outermost first; None if it is another grid.
+
+    ``part`` may be a submesh, or the same devices with axes of ``whole`` flattened into one.
+    """
+    small, large = Mesh.of(part), Mesh.of(whole)
+    if part.mesh_dim_names and all(a in large.axes and large[a] == small[a] for a in small.axes):
+        return tuple((a,) for a in small.axes)
+    place, ranks = whole.get_coordinate() or [0] * len(large.axes), part.mesh.flatten().tolist()
+    for count in range(1, len(large.axes) + 1):
+        for kept in itertools.combinations(range(len(large.axes)), count):
+            index = tuple(slice(None) if i in kept else place[i] for i in range(len(large.axes)))
+            if whole.mesh[index].flatten().tolist() == ranks:
+                return _runs(small.shape, [(large.axes[i], large.shape[i]) for i in kept])
+    return None
+
+
+def _runs(sizes: Sequence[int], axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, ...], ...] | None:
+    """``axes`` in runs whose products are ``sizes``; None where they do not fit."""
+    left, runs = list(axes), []
+    for size in sizes:
+        run: list[str] = []
+        while size > 1 and left and size % left[0][1] == 0:
+            size //= left[0][1]
+            run.append(left.pop(0)[0])
+        if size > 1:
+            return None
+        runs.append(tuple(run))
+    return tuple(runs)
+
+
+def spec_within(spec: Spec, part: DeviceMesh, whole: DeviceMesh | Mesh, shape: Sequence[int]) -> Spec:
+    """``spec``, given on the axes of ``part``, of a value of global ``shape``, on those of the program's mesh."""
+    runs = axes_within(part, whole) if isinstance(whole, DeviceMesh) else None
+    mesh = Mesh.of(whole)
+    if runs is None:
+        return on_mesh(spec, mesh)
+    of = dict(zip(spec.axes, runs, strict=True))
+    known = {a: p for axis, p in zip(spec.axes, spec.placements, strict=True) for a in of[axis]}
+    nesting = []
+    for dim in {p.dim for p in spec.placements if isinstance(p, Shard)}:
+        order = tuple(a for axis in spec.axes_of(dim) for a in of[axis])
+        parts = math.prod(mesh[a] for a in order)
+        if len(order) > len(spec.axes_of(dim)) and int(shape[dim]) % parts:
+            raise SpmdError(
+                f"dim {dim} of {tuple(shape)} is cut in {parts} uneven pieces on {Mesh.of(part)}, not those of "
+                f"{mesh}; use one mesh for all tensors of a program, or an even size"
+            )
+        nesting.append(order)
+    placements = tuple(known.get(a, Replicate()) for a in mesh.axes)
+    return Spec(mesh.axes, placements, tuple(o for o in nesting if len(o) > 1))
+
+
+def spec_in(tensor: DTensor, mesh: DeviceMesh | Mesh) -> Spec:
+    """The `Spec` of a DTensor on the axes of a program's mesh."""
+    return spec_within(spec_of(tensor), tensor.device_mesh, mesh, tensor.shape)
 
 
 def device_mesh(mesh: Any) -> DeviceMesh:

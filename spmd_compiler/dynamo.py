@@ -25,9 +25,12 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import SourcelessBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op
 from .dtensors import placements_for, spec_from
@@ -94,6 +97,21 @@ def global_mesh(node: Node) -> DeviceMesh | None:
     return mesh
 
 
+def _is_hooked(tx: Any) -> bool:
+    """Whether the frame is the ``forward`` of a module whose forward hooks run behind it, in frames of their own."""
+    frame = tx.output.root_tx
+    module = frame.f_locals.get("self")
+    return frame.f_code.co_name == "forward" and bool(getattr(module, "_forward_hooks", None))
+
+
+def output_placements(node: Node) -> tuple[Any, ...] | None:
+    """The placements that hooks expect a module's output in: DTensor's own.  None where nothing is expected."""
+    examples = (n.meta.get("example_value") for n in node.graph.find_nodes(op="placeholder"))
+    hooked = any(getattr(e, "_spmd_hooked", False) for e in examples)
+    placements = propagated_placements(node) if hooked else None
+    return None if placements is None or any(p.is_partial() for p in placements) else placements
+
+
 def _global_fake(value: DTensor, tx: Any, source: Any) -> torch.Tensor:
     with tx.fake_mode:
         fake = torch.empty_strided(
@@ -102,6 +120,7 @@ def _global_fake(value: DTensor, tx: Any, source: Any) -> torch.Tensor:
         if isinstance(value, torch.nn.Parameter):
             fake._is_param = True  # type: ignore[attr-defined]
     fake._spmd_mesh = value.device_mesh  # type: ignore[attr-defined]
+    fake._spmd_hooked = _is_hooked(tx)  # type: ignore[attr-defined]
     tx.output.input_source_to_sizes_strides[source] = {"size": fake.size(), "stride": fake.stride()}
     return fake
 
@@ -125,9 +144,12 @@ def _constant(variable: Any) -> Any:
     return variable.as_python_constant()
 
 
-def _emit(tx: Any, target: Any, x: TensorVariable, *args: Any) -> VariableTracker:
+def _emit(tx: Any, mesh: DeviceMesh, target: Any, x: TensorVariable, *args: Any) -> VariableTracker:
+    """A call of an annotation, whose specs are on the axes of ``mesh``."""
     variables = [SourcelessBuilder.create(tx, a) for a in args]
-    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", target, *proxy_args_kwargs([x, *variables], {})))
+    proxy = tx.output.create_proxy("call_function", target, *proxy_args_kwargs([x, *variables], {}))
+    proxy.node.meta["spmd_spec_mesh"] = mesh
+    return wrap_fx_proxy(tx, proxy)
 
 
 def _bind(signature: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -165,19 +187,19 @@ def _redistribute(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> Variabl
     )
     mesh = given["device_mesh"] or global_mesh(_node_of(x))
     placements = given["placements"] if given["placements"] is not None else known_placements(_node_of(x))
-    return _emit(tx, constrain_op, x, str(_spec_text(_value(x), mesh, placements)))
+    return _emit(tx, mesh, constrain_op, x, str(_spec_text(_value(x), mesh, placements)))
 
 
 def _full_tensor(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
     mesh = global_mesh(_node_of(x))
     spec = _spec_text(_value(x), mesh, None)
-    return _emit(tx, to_local_op, x, str(spec), _sizes(mesh), str(spec))
+    return _emit(tx, mesh, to_local_op, x, str(spec), _sizes(mesh), str(spec))
 
 
 def _to_local(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
     given = _bind("*, grad_placements=None", args, kwargs)
     node = _node_of(x)
-    mesh, placements = global_mesh(node), known_placements(node)
+    mesh, placements = global_mesh(node), known_placements(node) or propagated_placements(node)
     if placements is None:
         raise SpmdError(
             f"to_local() of {node.name}, whose placement is the solver's to choose: say which pieces are meant, "
@@ -186,7 +208,7 @@ def _to_local(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTra
     spec = _spec_text(_value(x), mesh, placements)
     grads = given["grad_placements"]
     grad_spec = gradient_spec(spec) if grads is None else _spec_text(_value(x), mesh, grads)
-    return _emit(tx, to_local_op, x, str(spec), _sizes(mesh), str(grad_spec))
+    return _emit(tx, mesh, to_local_op, x, str(spec), _sizes(mesh), str(grad_spec))
 
 
 def _from_local(tx: Any, args: Any, kwargs: Any) -> VariableTracker:
@@ -206,7 +228,7 @@ def _from_local(tx: Any, args: Any, kwargs: Any) -> VariableTracker:
                 shape[dim] *= Mesh.of(mesh)[axis]
     grads = given["grad_placements"]
     grad_spec = gradient_spec(spec) if grads is None else _spec_text(local, mesh, grads)
-    out = _emit(tx, from_local_op, x, str(spec), _sizes(mesh), [int(s) for s in shape], str(grad_spec))
+    out = _emit(tx, mesh, from_local_op, x, str(spec), _sizes(mesh), [int(s) for s in shape], str(grad_spec))
     _node_of(out).meta["spmd_mesh"] = mesh
     return out
 
@@ -219,6 +241,59 @@ def known_placements(node: Node) -> tuple[Any, ...] | None:
     if node.target in (constrain_op, from_local_op):
         return placements_for(Spec.parse(node.args[1]), global_mesh(node))
     return None
+
+
+def propagated_placements(node: Node) -> tuple[Any, ...] | None:
+    """The placements that DTensor's own propagation gives a value, which is what a bare ``to_local()`` means.
+
+    None where DTensor has no answer.
+    """
+    mode, env = FakeTensorMode(), dict[Node, Any]()
+
+    def empty(shape: Any, like: Any) -> torch.Tensor:
+        with mode:
+            return torch.empty(tuple(map(int, shape)), dtype=like.dtype, device=like.device)
+
+    def compute(n: Node) -> Any:
+        example = n.meta.get("example_value")
+        found = dtensor_of(n)
+        if found is not None:
+            local = empty(found._local_tensor.shape, found)
+            return DTensor.from_local(
+                local, found.device_mesh, found.placements, run_check=False, shape=found.shape, stride=found.stride()
+            )
+        if n.op == "placeholder":
+            return empty(example.shape, example) if isinstance(example, torch.Tensor) else int(example)
+        args, kwargs = map_arg((n.args, n.kwargs), env.__getitem__)
+        if n.target in (constrain_op, from_local_op):
+            device_mesh = n.meta["spmd_spec_mesh"]
+            placements = placements_for(Spec.parse(args[1]), device_mesh)
+            if n.target is constrain_op:
+                return args[0].redistribute(device_mesh, placements)
+            return DTensor.from_local(
+                args[0], device_mesh, placements, run_check=False, shape=torch.Size(args[3]), stride=example.stride()
+            )
+        if n.op == "call_method":
+            return getattr(args[0], n.target)(*args[1:], **kwargs)
+        if n.op != "call_function" or n.target is to_local_op:
+            raise NotImplementedError
+        return n.target(*args, **kwargs)
+
+    needed, pending = {node}, [node]
+    while pending:
+        for n in pending.pop().all_input_nodes:
+            if n not in needed:
+                needed.add(n)
+                pending.append(n)
+    try:
+        with torch.no_grad(), unset_fake_temporarily(), implicit_replication():
+            for n in node.graph.nodes:
+                if n in needed:
+                    with mode:
+                        env[n] = compute(n)
+    except Exception:  # whatever DTensor refuses
+        return None
+    return env[node].placements if isinstance(env[node], DTensor) else None
 
 
 METHODS = {"redistribute": _redistribute, "to_local": _to_local, "full_tensor": _full_tensor}

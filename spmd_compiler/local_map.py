@@ -44,10 +44,10 @@ def local_map(
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
+        if traced_mesh() is not None:
+            return _captured(func, out_placements, in_placements, in_grad_placements, args, kwargs)
         if torch.compiler.is_compiling() and in_placements is not None:
             args = _placed(args, in_placements)
-        elif traced_mesh() is not None:
-            return _captured(func, out_placements, in_placements, in_grad_placements, args, kwargs)
         return eager(*args, **kwargs)
 
     return mapped

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule, Node
 
 from .collectives import is_collective
-from .dtensors import dtensor_spec, on_mesh, placements_for, spec_of, wrap
+from .dtensors import dtensor_spec, placements_for, spec_in, wrap
 from .ir import Output, Partitioned
 from .lower import Compiled, Groups, bind, compile_graph, expand_collectives, match_saved
 from .passes import split
@@ -53,7 +53,7 @@ class Slot:
         if not isinstance(value, DTensor):
             value = DTensor.from_local(value, self.mesh, [Replicate()] * len(self.placements), run_check=False)
         elif value.device_mesh != self.mesh:
-            spec = on_mesh(spec_of(value), Mesh.of(self.mesh))
+            spec = spec_in(value, self.mesh)
             value = DTensor.from_local(
                 value.to_local(), self.mesh, placements_for(spec, self.mesh), run_check=False,
                 shape=value.shape, stride=value.stride(),
@@ -255,7 +255,7 @@ class Runner:
             spec = tensor._spec
             if spec.placements == slot.placements and (spec.mesh is slot.mesh or spec.mesh == slot.mesh):
                 return tensor
-            if spec.mesh != slot.mesh and on_mesh(spec_of(tensor), Mesh.of(slot.mesh)) == slot.spec:
+            if spec.mesh != slot.mesh and spec_in(tensor, slot.mesh) == slot.spec:
                 return tensor
         elif slot.spec.is_replicated():
             return tensor
