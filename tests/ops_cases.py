@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (defines its operators)
 from torch import float32, float64, int64
 
 import spmd_compiler.ops  # noqa: F401  (defines torch.ops.spmd.draw)
@@ -160,6 +161,39 @@ case(aten.mv.default, lambda s: [s.f(8, 4), s.f(4)], shards="m k")
 case(aten.dot.default, lambda s: [s.f(8), s.f(8)], shards="k")
 case(aten.linear.default, lambda s: [s.f(4, 2, 8), s.f(6, 8), s.f(6)], shards="m0 k n")
 case(aten.linear.default, lambda s: [s.f(4, 8), s.f(6, 8)], shards="m0 k n")
+
+# --- grouped products ---------------------------------------------------------------------------------------
+
+grouped = torch.ops.transformers
+
+
+def halves(s, *shape):
+    return s.f(*shape).to(torch.bfloat16)
+
+
+for ends in ([3, 3, 6, 8], [0, 5, 8, 8], [2, 4, 6, 7], [0, 0, 0, 0]):
+    offs = torch.tensor(ends, dtype=torch.int32)
+    case(
+        grouped.grouped_mm_fallback.default, lambda s, o=offs: [s.f(8, 4), s.f(4, 4, 6), o], shards="s e k n",
+        meshes=(ONE, Mesh({"a": 2, "b": 2}), CUBE),
+    )  # fmt: skip
+    case(
+        grouped.grouped_mm_fallback_backward.default,
+        lambda s, o=offs: [s.f(8, 4), s.f(4, 4, 6), o, s.f(8, 6)], shards="s e k n",
+    )  # fmt: skip
+case(
+    grouped.grouped_mm_fallback.default, lambda s: [s.f(7, 3), s.f(3, 3, 5), torch.tensor([1, 5, 7])], shards="s e k n"
+)
+for rows, ends in ((8, [3, 3, 6, 8]), (7, [2, 2, 7])):
+    offs, number = torch.tensor(ends, dtype=torch.int32), len(ends)
+    case(
+        aten._grouped_mm.default, lambda s, r=rows, o=offs, n=number: [halves(s, r, 512), halves(s, n, 512, 512), o],
+        shards="s e k n", rtol=2.5,
+    )  # fmt: skip
+    case(
+        aten._grouped_mm.default, lambda s, r=rows, o=offs: [halves(s, r, 512).t(), halves(s, r, 512), o],
+        shards="e k n", rtol=2.5,
+    )  # fmt: skip
 
 # --- reductions ---------------------------------------------------------------------------------------------
 

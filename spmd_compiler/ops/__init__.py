@@ -3,6 +3,7 @@
 from . import (
     attention,
     create,
+    grouped,
     higher_order,
     index,
     linalg,
@@ -18,6 +19,6 @@ from . import (
 )
 
 __all__ = [
-    "attention", "create", "higher_order", "index", "linalg", "matmul", "pointwise", "pool", "random", "ranges",
-    "reduce", "sort", "view", "window",
+    "attention", "create", "grouped", "higher_order", "index", "linalg", "matmul", "pointwise", "pool", "random",
+    "ranges", "reduce", "sort", "view", "window",
 ]  # fmt: skip
