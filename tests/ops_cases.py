@@ -444,8 +444,8 @@ case(aten.topk.default, lambda s: [s.i(3, high=900), 3, 0], shards="s")
 case(aten.topk.default, lambda s: [s.f(7, 4), 2, 0], shards="s d1", meshes=(CUBE,))
 case(aten.kthvalue.default, lambda s: [s.f(8, 5), 2, 1, True], shards="d0")
 case(aten.median.dim, lambda s: [s.f(8, 5), 1], shards="d0")
-case(aten.searchsorted.Tensor, lambda s: [torch.arange(5.0), s.f(8, 3, dtype=float32)], shards="d0 d1")
-case(aten.bucketize.Tensor, lambda s: [s.f(8, 3, dtype=float32), torch.arange(5.0)], shards="d0 d1")
+case(aten.searchsorted.Tensor, lambda s: [torch.arange(5.0), s.f(8, 3, dtype=float32)], shards="d0 d1 v")
+case(aten.bucketize.Tensor, lambda s: [s.f(8, 3, dtype=float32), torch.arange(5.0)], shards="d0 d1 v")
 case(aten.histc.default, lambda s: [s.f(8, 3), 4, -1, 1], shards="r0 r1")
 
 # --- no rule ------------------------------------------------------------------------------------------------

@@ -54,6 +54,12 @@ SOLVES: dict[str, tuple[str, int]] = {
 }
 
 
+def _checked(e: Emit, info: Node, *args: Any, **kwargs: Any) -> Node:
+    """The check takes contiguous values alone."""
+    info = e.call(aten.clone.default, info, memory_format=torch.contiguous_format)
+    return e.call(e.node.target, info, *args, **kwargs)
+
+
 def batched(node: Node, text: str, linear: Sequence[Sequence[int]] = ()) -> Rule | None:
     """The rule of an entry of `MATRICES`.  What a column of the right-hand side does not tell is whole everywhere."""
     cores = [["" if t == "." else t for t in side.split()] for side in text.split("->")]
@@ -73,7 +79,8 @@ def batched(node: Node, text: str, linear: Sequence[Sequence[int]] = ()) -> Rule
         return (*batch, *(() if c == "1" else (c,) for c in core))
 
     terms = [term(v, core) for v, core in pairs]
-    return fit(node, terms[: len(given)], terms[len(given) :], linear, reduce={"r": "none"})
+    form = _checked if node.target is aten._linalg_check_errors.default else None
+    return fit(node, terms[: len(given)], terms[len(given) :], linear, reduce={"r": "none"}, form=form)
 
 
 @define(*(getattr(aten, name) for name in (*MATRICES, *SOLVES) if hasattr(aten, name)))

@@ -76,7 +76,7 @@ def _(node: Node) -> Rule | None:
 
 @define(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def _(node: Node) -> Rule | None:
-    """Values may be sharded, a one-dimensional list of boundaries is whole."""
+    """A position is the number of boundaries below: those of the pieces of a one-dimensional list add up."""
     if argument(node, "sorter") is not None:
         return None
     order = [1, 0] if node.target is aten.bucketize.Tensor else [0, 1]
@@ -84,7 +84,7 @@ def _(node: Node) -> Rule | None:
     if bounds.dim() != 1:
         return None
     whole = dims("d", values.dim())
-    terms = [((),), whole]
+    terms = [(("v",),), whole]
     return fit(node, [terms[i] for i in order], [whole])
 
 
