@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cost import Profile, profile_of
+from ..cost import Memory, Profile, profile_of
 from ..ir import Captured, Partitioned
 from . import annotate, partition, propagate, simplify, unmerge
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile.  ``profile`` prices the plan; ``verify`` re-derives and simulates the result."""
+    """How to compile.  ``profile`` prices the plan; ``verify`` re-derives and simulates the result.
+
+    ``memory`` bounds what a device holds.
+    """
 
     profile: str | Profile | None = None
     verify: bool = False
     lower: str = "inductor"  # or "eager"
+    memory: Memory | None = None
 
 
 def run(captured: Captured, options: Options = Options()) -> Partitioned:
@@ -30,7 +34,7 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
     """
     profile = profile_of(options.profile)
     annotated = unmerge.run(annotate.run(captured))
-    plan = propagate.run(annotated, annotated.mesh, profile)
+    plan = propagate.run(annotated, annotated.mesh, profile, options.memory)
     local = partition.run(annotated, plan, annotated.mesh, profile)
     local = simplify.run(local)
     if options.verify:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from ..collectives import KINDS, axes_of, is_collective, message_bytes
-from ..cost import Profile
+from ..cost import Memory, Profile
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..placements import Mesh, Spec, SpmdError
 from ..problem import Hub, Problem, Solution, Variable, is_partial
@@ -37,16 +37,17 @@ class Plan:
     replicated_ops: tuple[str, ...]
 
 
-def run(captured: Captured, mesh: Mesh, profile: Profile) -> Plan:
-    """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least."""
-    return _Builder(captured, mesh, profile).plan()
+def run(captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None = None) -> Plan:
+    """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least (within ``memory``)."""
+    return _Builder(captured, mesh, profile, memory).plan()
 
 
 class _Builder:
-    def __init__(self, captured: Captured, mesh: Mesh, profile: Profile) -> None:
-        self.captured, self.mesh, self.profile = captured, mesh, profile
+    def __init__(self, captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None) -> None:
+        self.captured, self.mesh, self.profile, self.memory = captured, mesh, profile, memory
         self.graph: Graph = captured.graph.graph
-        self.problem = Problem(mesh, profile)
+        self.inputs = {n: i for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
+        self.problem = Problem(mesh, profile, budget=memory and memory.budget)
         self.rules: dict[Node, Rule] = {}
         self.index: dict[Node, int] = {}
         self.hubs: dict[tuple[Node, int, str], Hub] = {}
@@ -94,8 +95,7 @@ class _Builder:
                     parts *= self.mesh[axis]
                     cuts.add((int(n), parts))
 
-        places = [n for n in self.graph.nodes if n.op == "placeholder"]
-        for node, i in zip(places, self.captured.inputs, strict=True):
+        for node, i in zip(self.inputs, self.captured.inputs, strict=True):
             if results(node):
                 add(i.spec, node.meta["val"].shape)
         flat = self._flat_outputs()
@@ -146,7 +146,7 @@ class _Builder:
             compute = np.zeros(len(picks))
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
-        variable = Variable(node.name, picks, compute)
+        variable = Variable(node.name, picks, compute, memory=self._held(node, picks))
         windowed = isinstance(domain, Rule) and bool(domain.windows)
         variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)
@@ -159,21 +159,37 @@ class _Builder:
         for i, o in enumerate(used):
             self._want(o, (index, i), node.meta.get("phase", "forward"))
 
+    def _held(self, node: Node, picks: tuple[Choice, ...]) -> np.ndarray | None:
+        """Bytes that each choice of a node holds: an input for good, what the backward reads until then."""
+        if self.memory is None or not results(node):
+            return None
+        times, saved = 1.0, [0]
+        if node.op == "placeholder":
+            i = self.inputs[node]
+            trains = any(o.kind == "grad" and o.of == i for o in self.captured.outputs)
+            if self.captured.inputs[i].kind == "param" and trains:
+                times = 2.0 + self.memory.states
+        elif node.op == "call_function" and node.meta.get("phase") == "forward" and not _is_view(node):
+            saved = [r for r in range(len(results(node))) if _read_in_backward(node, r)]
+        else:
+            return None
+        held = np.zeros(len(picks))
+        for r in saved:
+            value = results(node)[r]
+            if value is not None:
+                shards = [c.results[r].shards(self.mesh) for c in picks]  # type: ignore[union-attr]
+                held += times * nbytes(value) / np.array(shards)
+        return held
+
     def _want(self, value: Node, consumer: tuple[int, int], phase: str) -> None:
         source, r = producer(value)
         # a parameter is redistributed for each phase apart: the split gathers it again
-        apart = source.op == "placeholder" and self._kind(source) == "param"
+        apart = source.op == "placeholder" and self.captured.inputs[self.inputs[source]].kind == "param"
         key = (source, r, phase if apart else "")
         if key not in self.hubs:
             kept = results(source)[r]
             self.hubs[key] = Hub((self.index[source], r), [], tuple(int(s) for s in kept.shape), kept.element_size())
         self.hubs[key].consumers.append(consumer)
-
-    def _kind(self, placeholder: Node) -> str:
-        if not hasattr(self, "_kinds"):
-            places = [n for n in self.graph.nodes if n.op == "placeholder"]
-            self._kinds = {n: i.kind for n, i in zip(places, self.captured.inputs, strict=True)}
-        return self._kinds[placeholder]
 
     def _add_call(self, node: Node) -> None:
         used = list(operands(node))
@@ -248,7 +264,15 @@ class _Builder:
                 self.hubs[self.tangents[j], 0, "tie"] = Hub(
                     (index, 0), [(self.index[self.tangents[j]], 0)], tuple(kept.shape), kept.element_size(), tied=True
                 )
-            domain = tuple(Choice((s,), (s,)) for s in specs)
+            if out.spec is None and out.of is not None:  # a gradient, or a new value, is placed as its input
+                place = next(n for n, i in self.inputs.items() if i == out.of)
+                specs = [c.results[0] for c in self.problem.variables[self.index[place]].choices]
+                domain = tuple(Choice((s, s), (s,)) for s in specs)
+                value_of = place.meta["val"]
+                tie = Hub((self.index[place], 0), [], tuple(value_of.shape), value_of.element_size(), tied=True)
+                self.hubs.setdefault((place, 0, "tie"), tie).consumers.append((index, 1))
+            else:
+                domain = tuple(Choice((s,), (s,)) for s in specs)
             self.problem.variables.append(
                 Variable(out.name, self.domains.setdefault(domain, domain), np.zeros(len(specs)))
             )
@@ -279,7 +303,7 @@ class _Builder:
         return r.flops / math.prod(self.mesh[a] for _, axes in c.factor_axes for a in axes)
 
     def _compute(self, node: Node, r: Rule, c: Choice) -> float:
-        if node.op != "call_function" or getattr(node.target, "is_view", False):
+        if node.op != "call_function" or _is_view(node):
             return 0.0
         used, made = operands(node), results(node)
         pieces = [nbytes(o.meta["val"]) / s.shards(self.mesh) for o, s in zip(used, c.operands, strict=True)]
@@ -312,6 +336,22 @@ class _Builder:
             self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), message_bytes(n))
             for n in scratch.nodes if is_collective(n)
         )  # fmt: skip
+
+
+def _is_view(node: Node) -> bool:
+    return getattr(node.target, "is_view", False)
+
+
+def _read_in_backward(node: Node, r: int) -> bool:
+    """Whether the backward reads a result of a node, itself or a view of it."""
+    for user in node.users:
+        if is_getitem(user):
+            found = user.args[1] == r and _read_in_backward(user, 0)
+        else:
+            found = user.meta.get("phase") == "backward" or (_is_view(user) and _read_in_backward(user, 0))
+        if found:
+            return True
+    return False
 
 
 def _name(node: Node) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .dtensors import device_mesh, dtensor_spec, wrap
 from .placements import Mesh, Spec, SpmdError
+from .program import Program
 from .runtime import whole_group
 from .symbolic import piece
 
@@ -40,8 +41,12 @@ class _Names:
         return next((v for k, v in self.given.items() if any(fnmatch.fnmatchcase(n, k) for n in names)), {})
 
 
-def parallelize(model: torch.nn.Module, mesh: Any, placements: Mapping[str, Any] | None = None) -> torch.nn.Module:
+def parallelize(
+    model: torch.nn.Module, mesh: Any, placements: Mapping[str, Any] | Program | None = None
+) -> torch.nn.Module:
     """Make DTensors of all parameters and buffers of ``model``, in place.
+
+    A `Program` planned for the model gives its placements, those that the solver chose (``"auto"``) among them.
 
     ``placements`` maps qualified names or globs of them to ``{axis: placement}``, a sequence in axis order, or one
     placement on a mesh of one axis; what is not named is replicated.  Where a dict shards one dim on several axes,
@@ -56,7 +61,10 @@ def parallelize(model: torch.nn.Module, mesh: Any, placements: Mapping[str, Any]
     named: dict[int, list[str]] = {}
     for name, tensor in _named_tensors(model):
         named.setdefault(id(tensor), []).append(name)
-    names = _Names(placements or {}, [n for group in named.values() for n in group])
+    every = [n for group in named.values() for n in group]
+    if isinstance(placements, Program):
+        placements = {n: s for n, s in placements.placements.items() if n in every}
+    names = _Names(placements or {}, every)
     specs: dict[int, Spec] = {}
     for name, tensor in _named_tensors(model):
         try:

@@ -33,6 +33,7 @@ class Variable:
     compute: np.ndarray
     transparent: bool = False
     sole: bool = False  # only one of its results is used, through one hub
+    memory: np.ndarray | None = None  # bytes that each choice holds from the forward to the backward, or for good
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Problem:
     variables: list[Variable] = field(default_factory=list)
     hubs: list[Hub] = field(default_factory=list)
     uneven: frozenset[tuple[int, int]] = frozenset()
+    budget: float | None = None  # of the memory of all choices
 
 
 @dataclass

@@ -14,19 +14,19 @@ import torch
 from . import passes
 from .capture import Binding, capture_function, untraced
 from .collectives import Collective, collectives
-from .cost import Profile
+from .cost import Memory, Profile
 from .ir import Partitioned, nbytes, results
 from .placements import Mesh, Spec, SpmdError
 from .runtime import direct
-from .text import program_text
+from .text import program_text, readable
 from .verify import simulate_outputs, verify
 
 
 class Program:
     """A partitioned program: its text, its collectives, what they cost, and a simulator of all its ranks."""
 
-    def __init__(self, local: Partitioned, binding: Binding, backward: bool) -> None:
-        self.local, self.binding, self.backward = local, binding, backward
+    def __init__(self, local: Partitioned, binding: Binding, backward: bool, states: float = 0.0) -> None:
+        self.local, self.binding, self.backward, self.states = local, binding, backward, states
 
     @property
     def mesh(self) -> Mesh:
@@ -68,8 +68,9 @@ class Program:
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes a device holds: ``parameters``, ``gradients`` and ``activations`` (their peak along the schedule)."""
-        found = {"parameters": 0, "gradients": 0, "activations": 0}
+        """Bytes a device holds: ``parameters``, ``gradients``, ``optimizer`` states (where a budget counts them) and
+        ``activations`` (their peak along the schedule)."""
+        found = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
         graph = self.local.graph.graph
         places = [n for n in graph.nodes if n.op == "placeholder"]
         for node, i in zip(places, self.local.inputs, strict=True):
@@ -79,6 +80,8 @@ class Program:
         for value, o in zip(out.args[0], self.local.outputs, strict=True):
             if o.kind == "grad" and value is not None:
                 found["gradients"] += nbytes(value.meta["val"])
+                if self.local.inputs[o.of or 0].kind == "param":
+                    found["optimizer"] += round(self.states * nbytes(value.meta["val"]))
         users = {n: set(n.users) for n in graph.nodes}
         live = 0
         for node in graph.nodes:
@@ -202,6 +205,8 @@ def export(
     profile: str | Profile | None = None,
     verify: bool = False,
     name: str | None = None,
+    memory_budget: float | None = None,
+    optimizer_states: float = 2.0,
 ) -> Program:
     """Plan a program on a mesh that need not exist.
 
@@ -209,7 +214,11 @@ def export(
     outputs (``"out"``, ``"out.0"``), or globs of them, to ``{axis: placement}``, a sequence of placements in axis
     order, a `Spec` or its text, or ``"auto"``.  Inputs that are not named are replicated; outputs are the solver's.
     With ``backward`` the first output is a scalar loss, and gradients of all parameters and inputs that require
-    one are outputs too.  Raises `SpmdError` for bad input.
+    one are outputs too.
+
+    What is ``"auto"`` is placed by the solver, gradients as their parameters; with ``memory_budget``, bytes a device,
+    so that parameters, gradients, optimizer states (``optimizer_states`` times the bytes of what trains; AdamW's are 2)
+    and the peak of live activations fit.  Raises `SpmdError` for bad input, and for a budget that nothing found meets.
     """
     mesh = Mesh.of(mesh)
     model_or_fn = untraced(model_or_fn)
@@ -218,5 +227,18 @@ def export(
         model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name
     )
     chosen.check()
-    options = passes.Options(profile=profile, verify=verify)
-    return Program(passes.run(captured, options), binding, backward)
+    if memory_budget is None:
+        return Program(passes.run(captured, passes.Options(profile, verify)), binding, backward)
+    # the solver counts what is saved for the backward; the schedule's peak is known when the plan is written
+    left = memory_budget
+    for _ in range(4):
+        options = passes.Options(profile, verify, memory=Memory(left, optimizer_states))
+        program = Program(passes.run(captured, options), binding, backward, optimizer_states)
+        excess = sum(program.memory.values()) - memory_budget
+        if excess <= 0:
+            return program
+        left -= excess
+    raise SpmdError(
+        f"no plan was found within the memory budget of {readable(memory_budget)}; the last holds "
+        + ", ".join(f"{readable(n)} of {kind}" for kind, n in program.memory.items())
+    )

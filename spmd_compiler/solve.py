@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_matrix, diags
 
 from .placements import Spec, SpmdError
 from .problem import Hub, Problem, Solution, Table, Tables
@@ -45,7 +45,10 @@ SCALE = 1e3  # the dearest column's price as the program sees it
 ROUNDS = (4, 4)  # of refinement, before each attempt to decide equal parts together
 SMALLER = 0.6  # by which the parts that differ must be fewer for that
 LARGE = 1_000_000  # columns that a program is too large with
+BRANCHED = 20_000  # columns up to which a program that is not whole goes to branch and bound
 TOLERANCE = 1e-6
+RATES = (1.0, 10.0, 100.0, 1e3)  # of memory against all else, until it fits
+SECANTS = 6
 
 Flow = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -208,7 +211,58 @@ class Model:
 
 
 def solve(problem: Problem) -> Solution:
-    """The cheapest solution with a proven bound.  Raises `SpmdError` where no plan exists.
+    """The cheapest solution within the budget, with a proven bound.  Raises `SpmdError` where no plan exists."""
+    return _cheapest(problem) if problem.budget is None else _within(problem, problem.budget)
+
+
+def _within(problem: Problem, budget: float) -> Solution:
+    """The cheapest solution that memory priced at some rate leads to, among those within the budget.
+
+    For a rate ``r`` the cheapest of ``price + r memory`` lies on a lower hull, and ``its value - r budget`` is at most
+    the price of every solution within the budget (Lagrange).  The rate where the hull crosses the budget is found by
+    secants: between the last solution within it and the last without.
+    """
+    bound = 0.0
+
+    def at(rate: float) -> tuple[float, float, Solution]:
+        nonlocal bound
+        variables = [
+            v if v.memory is None else dataclasses.replace(v, compute=v.compute + rate * v.memory)
+            for v in problem.variables
+        ]
+        found = _cheapest(dataclasses.replace(problem, variables=variables))
+        held, compute = (
+            sum(float(a[c]) for a, c in zip(arrays, found.choices, strict=True) if a is not None)
+            for arrays in ([v.memory for v in problem.variables], [v.compute for v in problem.variables])
+        )
+        bound = max(bound, found.bound - rate * budget)
+        price = found.price - found.compute + compute
+        return held, price, dataclasses.replace(found, compute=compute, price=price)
+
+    outside = at(0.0)
+    if outside[0] <= budget:
+        return outside[2]
+    for rate in RATES:
+        within = at(rate * outside[1] / outside[0])
+        if within[0] <= budget:
+            break
+        outside = within
+    else:
+        raise SpmdError(
+            f"no plan holds less than {within[0]:.4g} bytes a device; the memory budget is {budget:.4g} (parameters, "
+            "their gradients and optimizer states, and what the forward saves for the backward)"
+        )
+    for _ in range(SECANTS):
+        rate = (within[1] - outside[1]) / (outside[0] - within[0])
+        held, price, _ = found = at(rate)
+        if price + rate * held >= (within[1] + rate * within[0]) * (1 - TOLERANCE):
+            break
+        outside, within = (found, within) if held > budget else (outside, found)
+    return dataclasses.replace(within[2], bound=min(bound, within[1]))
+
+
+def _cheapest(problem: Problem) -> Solution:
+    """The cheapest solution, whatever it holds.
 
     Equal parts are decided together (`quotient`) where that makes the problem smaller; surroundings are told apart ever
     further until the bound meets the plan, in the end every variable by itself.
@@ -257,38 +311,96 @@ class Minimum:
 
 def _minimum(model: Model, whole: bool) -> Minimum | None:
     """The optimum of a model, in whole choices or of the relaxation; None where it has no solution."""
-    cost, equal, rhs, less = model.matrices()
-    scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
+    program = Relaxation(model)
     # where equal prices make the simplex stall it starts anew with a little noise, the same in every run, that parts
     # them, and another pricing; limits count iterations, for every rank must do the same
-    draw = np.random.default_rng(0).random(model.columns)
     rows = model.equal_rows + model.less_rows
     for level, edges, limit in ((0.0, None, rows + 10_000), (1e-3, "devex", rows), (1e-1, "devex", 10 * rows)):
-        noise = level * draw
-        found = linprog(
-            cost * scale + noise,
-            A_ub=less,
-            b_ub=np.zeros(model.less_rows) if less is not None else None,
-            A_eq=equal,
-            b_eq=rhs,
-            bounds=(0, None),
-            method="highs-ds",
-            options={"maxiter": limit, "simplex_dual_edge_weight_strategy": edges},
-        )
+        found, bound = program.solve(level, edges, limit)
         if found.status != 1:
             break
     if found.status == 2:
         return None
     if not found.success:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
-    # every plan costs at least the noisy optimum less the noise on its own columns
-    bound = max(found.fun - float(noise.max(initial=0.0)) * model.most_active(), 0.0) / scale
     picks, integral = _picks(model, found.x)
-    if whole and not integral:
-        values, bound = _branch(model, cost * scale, equal, rhs, less)
-        bound /= scale
-        picks, _ = _picks(model, values)
-    return Minimum(picks, bound, model.columns)
+    if integral or not whole:
+        return Minimum(picks, bound, model.columns)
+    if model.columns <= BRANCHED:
+        picks, below = program.branch()
+        return Minimum(picks, max(bound, below), model.columns)
+    return program.dive(found.x, bound)
+
+
+class Relaxation:
+    """The linear program of a model, scaled, and what is done where its optimum is not whole."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        cost, self.equal, self.rhs, self.less = model.matrices()
+        self.scale = SCALE / max(float(np.max(np.abs(cost), initial=0.0)), 1e-30)
+        self.cost = cost * self.scale
+        self.draw = np.random.default_rng(0).random(model.columns)
+
+    def solve(self, level: float, edges: str | None, limit: int, upper: Any = None) -> tuple[Any, float]:
+        """HiGHS's answer with noise of a ``level`` in the costs, and a bound of every plan."""
+        noise = level * self.draw
+        found = linprog(
+            self.cost + noise,
+            A_ub=self.less,
+            b_ub=np.zeros(self.model.less_rows) if self.less is not None else None,
+            A_eq=self.equal,
+            b_eq=self.rhs,
+            bounds=(0, None) if upper is None else np.stack([np.zeros(len(upper)), upper], axis=1),
+            method="highs-ds",
+            options={"maxiter": limit, "simplex_dual_edge_weight_strategy": edges},
+        )
+        if found.fun is None:
+            return found, 0.0
+        # every plan costs at least the noisy optimum less the noise on its own columns
+        return found, max(found.fun - float(noise.max(initial=0.0)) * self.model.most_active(), 0.0) / self.scale
+
+    def dive(self, values: np.ndarray, bound: float) -> Minimum | None:
+        """Fix what is whole and the class nearest to it, solve again, until all is whole."""
+        model = self.model
+        upper = np.full(model.columns, np.inf)
+        while True:
+            open_ = []
+            for first, choice_of, lead in zip(model.group, model.choice_of, model.leader, strict=True):
+                part = values[first : first + len(choice_of)] / model.quotient.sizes[lead]
+                best = int(np.argmax(part))
+                if part[best] > 1 - INTEGRAL:
+                    upper[first : first + len(choice_of)] = 0.0
+                    upper[first + best] = np.inf
+                else:
+                    open_.append((float(part[best]), -first, len(choice_of), best))
+            if not open_:
+                return Minimum(_picks(model, values)[0], bound, model.columns)
+            _, first, count, best = max(open_)
+            upper[-first : -first + count] = 0.0
+            upper[-first + best] = np.inf
+            found, _ = self.solve(1e-3, "devex", 10 * (model.equal_rows + model.less_rows), upper)
+            if not found.success:
+                return None
+            values = found.x
+
+    def branch(self) -> tuple[list[int], float]:
+        """Branch and bound over the choices (moves follow them): a plan and a bound of every plan."""
+        model = self.model
+        unit = np.ones(model.columns)  # how many variables a choice's column stands for: all or none make it
+        for first, choice_of, lead in zip(model.group, model.choice_of, model.leader, strict=True):
+            unit[first : first + len(choice_of)] = model.quotient.sizes[lead]
+        constraints = [LinearConstraint(self.equal @ diags(unit), self.rhs, self.rhs)]
+        if self.less is not None:
+            constraints.append(LinearConstraint(self.less @ diags(unit), -np.inf, 0.0))
+        whole = (np.arange(model.columns) < model.choices).astype(int)
+        found = milp(
+            self.cost * unit, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
+            options={"node_limit": 1000, "mip_rel_gap": 0.0},
+        )  # fmt: skip
+        if found.x is None:
+            raise RuntimeError(f"branch and bound found no plan: {found.message}")
+        return _picks(model, found.x * unit)[0], found.mip_dual_bound / self.scale
 
 
 def _priced(problem: Problem, tables: Tables, picks: list[int], columns: int) -> Solution:
@@ -320,24 +432,6 @@ def _picks(model: Model, values: np.ndarray) -> tuple[list[int], bool]:
         picks.append(int(choice_of[best]))
         integral &= bool(part[best] > 1 - INTEGRAL)
     return picks, integral
-
-
-def _branch(model: Model, cost: np.ndarray, equal: Any, rhs: np.ndarray, less: Any) -> tuple[np.ndarray, float]:
-    """Branch and bound over the choices (moves follow them): a plan and a bound of every plan."""
-    unit = np.ones(model.columns)  # how many variables a choice's column stands for: all or none make it
-    for first, choice_of, lead in zip(model.group, model.choice_of, model.leader, strict=True):
-        unit[first : first + len(choice_of)] = model.quotient.sizes[lead]
-    constraints = [LinearConstraint(equal.multiply(unit).tocsr(), rhs, rhs)]
-    if less is not None:
-        constraints.append(LinearConstraint(less.multiply(unit).tocsr(), -np.inf, 0.0))
-    whole = (np.arange(model.columns) < model.choices).astype(int)
-    found = milp(
-        cost * unit, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
-        options={"time_limit": 120.0, "mip_rel_gap": 0.0},
-    )  # fmt: skip
-    if found.x is None:
-        raise RuntimeError(f"branch and bound found no plan: {found.message}")
-    return found.x * unit, found.mip_dual_bound
 
 
 # --- trees ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_compiler.cost import PROFILES
-from spmd_compiler.placements import Mesh, Spec
+from spmd_compiler.placements import Mesh, Spec, SpmdError
 from spmd_compiler.problem import Hub, Problem, Variable
 from spmd_compiler.redistribute import move_price, moves
 from spmd_compiler.rules import Choice, Linear, Rule, choices
@@ -110,11 +110,17 @@ def steiner(mesh, origin, wanted):
     return tree(origin, tuple(wanted))
 
 
+def held(p, picks):
+    return sum(float(v.memory[c]) for v, c in zip(p.variables, picks, strict=True) if v.memory is not None)
+
+
 def brute_force(p):
     cached = functools.cache(lambda origin, wanted: steiner(p.mesh, origin, wanted))
     best = math.inf
     for picks in itertools.product(*(range(len(v.choices)) for v in p.variables)):
         total = sum(v.compute[c] for v, c in zip(p.variables, picks, strict=True))
+        if p.budget is not None and held(p, picks) > p.budget:
+            continue
         for h in p.hubs:
             if total >= best:
                 break
@@ -134,6 +140,27 @@ def test_equals_brute_force(sizes, nodes, seed):
     assert found.price == pytest.approx(expected, rel=1e-9)
     assert found.bound <= expected * (1 + 1e-9)
     assert found.bound == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_budget_is_kept_and_the_bound_holds(seed):
+    p = random_problem(seed, {"a": 8}, 5)
+    for v in p.variables:
+        if v.name in ("input", "mm", "exp"):
+            v.memory = np.array([1.0 / c.results[0].shards(p.mesh) for c in v.choices])
+    free = solve(p)
+    least = sum(float(v.memory.min()) for v in p.variables if v.memory is not None)
+    most = held(p, free.choices)
+    for part in (0.0, 0.3, 0.7):
+        p.budget = least + part * (most - least)
+        expected = brute_force(p)
+        assert math.isfinite(expected)
+        found = solve(p)
+        assert held(p, found.choices) <= p.budget * (1 + 1e-9)
+        assert found.bound <= expected * (1 + 1e-9) <= found.price * (1 + 2e-9)
+    p.budget = least * 0.9
+    with pytest.raises(SpmdError, match="memory budget"):
+        solve(p)
 
 
 def test_same_problem_same_answer():

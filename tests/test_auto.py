@@ -1,0 +1,99 @@
+"""Placements that the solver chooses, and the memory budget they keep."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, init_device_mesh
+
+import spmd_compiler as spmd
+from spmd_compiler.placements import Mesh
+
+
+class Net(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        return (self.down(self.up(x).relu()) * self.scale).square().mean()
+
+
+def plan(model, x, **options):
+    return spmd.export(model, (x,), mesh={"a": 4}, placements={"*": "auto"}, backward=True, profile="h100", **options)
+
+
+def equal_to_one_device(program, model, x):
+    loss = model(x)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    got, found = program.simulate(x)
+    torch.testing.assert_close(got, loss)
+    torch.testing.assert_close(found, dict(zip([n for n, _ in model.named_parameters()], grads, strict=True)))
+
+
+def test_gradients_are_placed_as_their_parameters():
+    """Large matrices on a small batch: the solver cuts them, and their gradients with them."""
+    model, x = Net(), torch.randn(8, 16)
+    program = plan(model, x)
+    equal_to_one_device(program, model, x)
+    grads = {o.name: o.spec for o in program.local.outputs if o.kind == "grad"}
+    assert grads == {n: program.placements[n] for n, _ in model.named_parameters()}
+
+
+def test_a_budget_is_kept():
+    model, x = Net(), torch.randn(8, 16)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    free = plan(model, x, memory_budget=1e9)
+    assert free.memory["parameters"] >= whole and free.memory["optimizer"] == 2 * free.memory["gradients"]
+    budget = 0.5 * sum(free.memory.values())
+    program = plan(model, x, memory_budget=budget)
+    assert sum(program.memory.values()) <= budget
+    assert program.price >= free.price * (1 - 1e-9)
+    assert any(program.placements[n].sharding for n, _ in model.named_parameters())
+    equal_to_one_device(program, model, x)
+    states = plan(model, x, memory_budget=1e9, optimizer_states=0)
+    assert states.memory["optimizer"] == 0
+
+
+def test_a_budget_that_nothing_meets():
+    with pytest.raises(spmd.SpmdError, match="memory budget"):
+        plan(Net(), torch.randn(8, 16), memory_budget=1000)
+
+
+def test_placements_given_stay():
+    model, x = Net(), torch.randn(8, 16)
+    program = spmd.export(
+        model, (x,), mesh={"a": 4}, placements={"up.weight": {"a": Shard(1)}, "*": "auto"}, backward=True,
+        memory_budget=36_000,
+    )  # fmt: skip
+    assert program.placements["up.weight"]["a"] == Shard(1)
+    equal_to_one_device(program, model, x)
+
+
+def placed(budget):
+    with torch.device("meta"):
+        model = Plain()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    x = torch.empty(8, 16, device="meta")
+    program = spmd.export(
+        model, (x,), mesh=Mesh.of(mesh), placements={"*weight": "auto", "*bias": "auto"}, backward=True,
+        memory_budget=budget,
+    )  # fmt: skip
+    spmd.parallelize(model, mesh, program)
+    specs = {n: program.placements[n] for n, _ in model.named_parameters()}
+    return {n: (p.to_local().shape, [str(q) for q in p.placements], str(specs[n])) for n, p in model.named_parameters()}
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def test_meta_parameters_materialise_where_the_solver_put_them(gloo4):
+    for found in gloo4(placed, 20_000):
+        sharded = [shape for shape, placements, _ in found.values() if placements != ["R"]]
+        assert sharded and all("S(" in spec or placements == ["R"] for _, placements, spec in found.values())
