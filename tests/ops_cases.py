@@ -680,3 +680,7 @@ for n in (2, 3):
     case(look, lambda s, x=x, g=grid: [x(s), g(s), 0, 0, False], shards="n c p0")
     case(back, lambda s, x=x, g=grid, n=n: [s.f(5, 4, 4, *[2] * (n - 1)), x(s), g(s), 0, 0, False, [True, True]],
          shards="n c p0")  # fmt: skip
+case(aten._upsample_bilinear2d_aa.default, lambda s: [s.f(4, 4, 6, 5), [3, 8], False], shards="d0 d1")
+case(aten._upsample_bilinear2d_aa_backward.default, lambda s: [s.f(4, 4, 3, 8), [3, 8], [4, 4, 6, 5], False],
+     shards="d0 d1")  # fmt: skip
+case(aten.fractional_max_pool2d.default, lambda s: [s.f(4, 8, 6, 6), [2, 2], [3, 3], s.p(4, 8, 2)], shards="d0 d1")

@@ -380,9 +380,11 @@ LINEAR = """
     upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward reflection_pad1d
     reflection_pad2d replication_pad2d reflection_pad2d_backward adaptive_avg_pool1d upsample_nearest1d_backward
     upsample_nearest3d upsample_nearest3d_backward replication_pad1d replication_pad3d reflection_pad3d
-    reflection_pad1d_backward reflection_pad3d_backward
+    reflection_pad1d_backward reflection_pad3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+    _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward fractional_max_pool2d_backward
+    fractional_max_pool3d_backward
 """
-OTHERS = "adaptive_max_pool2d adaptive_max_pool3d"
+OTHERS = "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"
 
 
 @define(*(getattr(aten, name) for name in (LINEAR + OTHERS).split() if hasattr(aten, name)))
@@ -391,11 +393,12 @@ def _(node: Node) -> Rule | None:
     name = node.target._schema.name.split("::")[1]
     count = next(int(c) for c in "123" if f"{c}d" in name)
     given = [o.meta["val"] for o in operands(node)]
-    if not given or given[0].dim() <= count:
+    lead = given[0].dim() - count if given else 0
+    if lead < 1 or (lead == 1 and "fractional" in name):  # whose samples have a batch dim at any rate
         return None
 
     def term(t: torch.Tensor) -> Dims:
-        return dims("d", t.dim(), range(t.dim() - count, t.dim()))
+        return dims("d", t.dim(), range(lead, t.dim()))
 
     def form(e: Emit, *args: Any, **kwargs: Any) -> Any:
         sizes = argument(node, "input_size")
@@ -405,5 +408,5 @@ def _(node: Node) -> Rule | None:
         return e.call(node.target, *args, **kwargs)
 
     linear = [[0]] if name in LINEAR.split() else []
-    free = frozenset(f"d{i}" for i in range(given[0].dim() - count))
+    free = frozenset(f"d{i}" for i in range(lead))
     return fit(node, [term(g) for g in given], [term(r) for r in results(node)], linear, form=form, even=free)
