@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch.fx import Graph
 
-from torch.fx import Node
-
-from ..ir import CONSTANTS, Partitioned
+from ..collectives import is_collective
+from ..ir import Partitioned
 
 
 def run(local: Partitioned) -> Partitioned:
-    """Before: a partitioned graph.  After: the same without values that nobody reads, equal constants made once."""
-    graph = local.graph.graph
-    seen: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        if node.target not in CONSTANTS:
-            continue
-        key = (node.target, str(node.args), str(node.kwargs), node.meta.get("spec"), node.meta.get("phase"))
-        same = seen.setdefault(key, node)
-        if same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-    graph.eliminate_dead_code()
+    """Before: a partitioned graph.  After: the same without values that nobody reads, and with one of collectives that
+    do the same in one phase (local forms fetch the same halo for several users)."""
+    _merge(local.graph.graph)
+    local.graph.graph.eliminate_dead_code()
     local.graph.recompile()
     return local
+
+
+def _merge(graph: Graph) -> None:
+    seen = {}
+    for node in graph.nodes:
+        if is_collective(node):
+            first = seen.setdefault((node.target, node.meta.get("phase"), str(node.args)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
