@@ -105,6 +105,18 @@ def embedding_bag_weights_backward(
     return made * (indices != padding) if padding >= 0 else made
 
 
+# --- weight norm --------------------------------------------------------------------------------------------
+
+
+def weight_norm_backward(
+    grad: Tensor, direction: Tensor, size: Tensor, norm: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``direction`` and ``size`` through ``direction * size / norm(direction)``."""
+    others = [d for d in range(direction.dim()) if d != dim % direction.dim()]
+    grad_size = (grad * direction).sum(others, keepdim=True) / norm
+    return (grad - direction * (grad_size / norm)) * (size / norm), grad_size
+
+
 # --- losses -------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +182,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._embedding_bag_forward_only.default: embedding_bag_alone,
         aten._embedding_bag_backward.default: embedding_bag_backward,
         aten._embedding_bag_per_sample_weights_backward.default: embedding_bag_weights_backward,
+        aten._weight_norm_interface_backward.default: weight_norm_backward,
         aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
         aten.masked_scatter.default: masked_scatter,
         aten.masked_scatter_backward.default: masked_scatter_backward,

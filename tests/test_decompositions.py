@@ -47,3 +47,15 @@ def test_embedding_bag(mode, padding, dtype, index):
     (want_grad,) = torch.autograd.grad(want[0], weight, tangent)
     rounding = {"atol": 4e-3, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(grad, want_grad, **rounding)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_weight_norm_backward(dim):
+    torch.manual_seed(0)
+    shape = (5, 3, 4)
+    v = torch.randn(shape)
+    g = torch.randn([n if d == dim % 3 else 1 for d, n in enumerate(shape)])
+    _, norm = torch.ops.aten._weight_norm_interface(v, g, dim % 3)
+    grad = torch.randn(shape)
+    want = torch.ops.aten._weight_norm_interface_backward(grad, v, g, norm, dim % 3)
+    torch.testing.assert_close(ours.weight_norm_backward(grad, v, g, norm, dim), want)
