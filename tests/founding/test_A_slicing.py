@@ -119,7 +119,7 @@ SLICES = {
 def test_A1_beyond(name):
     torch.manual_seed(0)
     x = torch.randn(10, 7, requires_grad=True)
-    for placement in GRID:
+    for placement in ([S0, R], [S0, S0], [S0, S1], [R, S1], [S1, S1]):
         exported(lambda x: weighted(SLICES[name](x)), (x,), (placement,), {"dp": 2, "tp": 2}, profile="bytes")
 
 
@@ -260,14 +260,14 @@ def entropy_case(rows, target):
     return x, y
 
 
-@pytest.mark.parametrize("rows", [8, 10])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name, target", [
     *((n, "classes") for n in ENTROPIES), ("plain", "d1"), ("all", "d1"), ("plain", "probabilities"),
     ("weights", "probabilities"), ("smoothing", "probabilities"),
 ])  # fmt: skip
-def test_A3_beyond(name, target, reduction, rows):
+def test_A3_beyond(name, target, reduction):
     """Predictions sharded on batch, on classes, on both; sharded classes cost reductions of one value a row."""
+    rows = 9  # uneven on two ranks
     x, y = entropy_case(rows, target)
     most = rows * (5 if target == "d1" else 1)
 
