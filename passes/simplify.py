@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from typing import Any
+
+from torch.fx import Graph, Node
 
 from ..collectives import is_collective
 from ..ir import Partitioned
@@ -18,7 +20,7 @@ def run(local: Partitioned) -> Partitioned:
 
 
 def _merge(graph: Graph) -> None:
-    seen = {}
+    seen: dict[tuple[Any, ...], Node] = {}
     for node in graph.nodes:
         if is_collective(node):
             first = seen.setdefault((node.target, node.meta.get("phase"), str(node.args)), node)

@@ -596,6 +596,10 @@ for shape, kernel, stride, pad, ceil in POOLS:
         lambda s, n=shape, r=given, c=ceil: (lambda x: (lambda v, i: [s.f(*v.shape), x, *r, [1, 1], c, i])(
             *aten.max_pool2d_with_indices(x, *r, [1, 1], c)))(s.f(*n)), shards="w0 w1",
     )  # fmt: skip
+half = torch.bfloat16
+case(aten.avg_pool2d.default, lambda s: [s.f(1, 2, 9, 8, dtype=half), [3], [1], [1]], shards="w0 w1", rtol=5e-2)
+case(aten.avg_pool2d_backward.default, lambda s: [s.f(1, 2, 9, 8, dtype=half), s.f(1, 2, 9, 8, dtype=half), [3], [1], [1],
+     False, True, None], shards="w0 w1", rtol=5e-2, meshes=(ONE,))  # fmt: skip
 case(aten.max_pool2d_with_indices.default, lambda s: [s.f(1, 1, 9, 8), [3, 2], [1, 2], [1, 0], [2, 3]], shards="w0 w1")
 case(aten.max_pool2d_with_indices.default, lambda s: [torch.full((1, 1, 6, 6), -math.inf), 3, 1, 1], shards="w0 w1")
 case(aten.avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [2], [1], [1]], shards="w0 w1 w2", meshes=(ONE, CUBE))

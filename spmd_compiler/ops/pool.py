@@ -75,13 +75,30 @@ def unpadded(found: Sequence[Window], dilated: bool = False) -> list[Any]:
     return [*made, [w.dilation for w in found]] if dilated else made
 
 
-def numbers(e: Emit, w: Window, like: Node) -> Node:
-    """The global numbers of the local narrow elements."""
-    pieces, place = e.pieces(w.factor, w.narrow), e.place(w.factor)
+def tabled(e: Emit, w: Window, ranges: Sequence[Range]) -> tuple[IntExpr, IntExpr]:
+    """The begin and the size of the local one of ranges."""
+    place = e.place(w.factor)
+    return table([b for b, _ in ranges], place), table([end - b for b, end in ranges], place)
+
+
+def numbers(e: Emit, w: Window, ranges: Sequence[Range], x: Node) -> Node:
+    """The numbers in the local one of ranges."""
+    begin, size = tabled(e, w, ranges)
     return e.call(
-        prims.iota.default, table([end - b for b, end in pieces], place), start=table([b for b, _ in pieces], place),
-        step=1, dtype=torch.int64, device=like.meta["val"].device, requires_grad=False,
+        prims.iota.default, size, start=begin, step=1, dtype=torch.int64, device=x.meta["val"].device,
+        requires_grad=False,
     )  # fmt: skip
+
+
+def wider(e: Emit, x: Node) -> Node:
+    """``x`` in a dtype in which a sum may be divided without being rounded first."""
+    coarse = x.meta["val"].dtype in (torch.bfloat16, torch.float16)
+    return e.call(prims.convert_element_type.default, x, torch.float32) if coarse else x
+
+
+def like(e: Emit, x: Node, dtype: torch.dtype) -> Node:
+    """``x`` in ``dtype``."""
+    return x if x.meta["val"].dtype == dtype else e.call(prims.convert_element_type.default, x, dtype)
 
 
 def along(e: Emit, x: Node, dim: int, ndim: int) -> Node:
@@ -106,30 +123,36 @@ def _(node: Node) -> Rule | None:
     else:
         divided = False
 
-    def scale(e: Emit, y: Node) -> Node:
-        """``y`` by the number of elements that its windows count."""
+    def scale(e: Emit, y: Node, ranges: Sequence[Sequence[Range]]) -> Node:
+        """``y``, of these ranges of narrow elements, by the number of elements that its windows count."""
         if not divided:
             return y
         ndim, value = x.dim(), y.meta["val"]
         total: Any = math.prod(w.kernel for w in found if w not in outside)
-        for w in outside:
-            low = e.call(aten.sub.Tensor, e.call(aten.mul.Tensor, numbers(e, w, y), w.stride), w.pad)
+        for w, mine in zip(found, ranges, strict=True):
+            if w not in outside:
+                continue
+            low = e.call(aten.sub.Tensor, e.call(aten.mul.Tensor, numbers(e, w, mine, y), w.stride), w.pad)
             high = e.call(aten.clamp_max.default, e.call(aten.add.Tensor, low, w.kernel), w.wide + w.pad)
             if not padded:
                 low = e.call(aten.clamp_min.default, low, 0)
                 high = e.call(aten.clamp_max.default, high, w.wide)
-            total = e.call(aten.mul.Tensor, along(e, e.call(aten.sub.Tensor, high, low), w.dim, ndim), total)
+            count = e.call(aten.clamp_min.default, e.call(aten.sub.Tensor, high, low), 1)
+            total = e.call(aten.mul.Tensor, along(e, count, w.dim, ndim), total)
         return e.call(aten.div.Tensor, y, e.call(prims.convert_element_type.default, total, value.dtype))
 
     def form(e: Emit, *args: Any, **kwargs: Any) -> Node:
         if not among(e, found):
             return lead_first(e, node.target, args[: 1 + backward], *args[1 + backward :], **kwargs)
-        rest = [*unpadded(found), False, True, divisor]
+        rest, dtype = [*unpadded(found), False, True, divisor], args[0].meta["val"].dtype
         if not backward:
-            made = lead_first(e, node.target, [gather(e, args[0], found)], *rest)
-            return scale(e, trim(e, made, found))
-        given = [cover(e, scale(e, args[0]), found), spread(e, args[1], found)]
-        return settle(e, lead_first(e, node.target, given, *rest), found)
+            made = lead_first(e, node.target, [wider(e, gather(e, args[0], found))], *rest)
+            made = scale(e, trim(e, made, found), [e.pieces(w.factor, w.narrow) for w in found])
+        else:
+            grad = scale(e, wider(e, cover(e, args[0], found)), covering(e, found))
+            made = lead_first(e, node.target, [grad, wider(e, spread(e, args[1], found))], *rest)
+            made = settle(e, made, found)
+        return like(e, made, dtype)
 
     return pooling(node, found, linear=[[0]], form=form)
 
@@ -149,12 +172,6 @@ def flat(e: Emit, places: Sequence[Node], sizes: Sequence[IntExpr]) -> Node:
     for place, n in zip(places[1:], sizes[1:], strict=True):
         index = e.call(aten.add.Tensor, e.call(aten.mul.Tensor, index, n), place)
     return index
-
-
-def tabled(e: Emit, w: Window, ranges: Sequence[Range]) -> tuple[IntExpr, IntExpr]:
-    """The begin and the size of the local one of ranges."""
-    place = e.place(w.factor)
-    return table([b for b, _ in ranges], place), table([end - b for b, end in ranges], place)
 
 
 @define(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default,
@@ -253,24 +270,17 @@ def adaptive(wide: torch.Tensor, narrow: torch.Tensor, count: int) -> list[Windo
     return [Adaptive(lead + i, f"w{i}", wide.shape[lead + i], narrow.shape[lead + i]) for i in range(count)]
 
 
-def means(e: Emit, w: Window, like: Node, rows: Sequence[Range], columns: Sequence[Range]) -> Node:
+def means(e: Emit, w: Window, x: Node, rows: Sequence[Range], columns: Sequence[Range]) -> Node:
     """The matrix that takes wide elements (columns) to the means of narrow ones (rows), of the ranges given."""
-
-    def count(ranges: Sequence[Range]) -> Node:
-        begin, size = tabled(e, w, ranges)
-        return e.call(
-            prims.iota.default, size, start=begin, step=1, dtype=torch.int64, device=like.meta["val"].device,
-            requires_grad=False,
-        )  # fmt: skip
 
     def share(o: Node, more: int) -> Node:
         over = e.call(aten.add.Tensor, e.call(aten.mul.Tensor, o, w.wide), more)
         return e.call(aten.div.Tensor_mode, over, w.narrow, rounding_mode="floor")
 
-    o, i = e.call(aten.unsqueeze.default, count(rows), 1), count(columns)
+    o, i = e.call(aten.unsqueeze.default, numbers(e, w, rows, x), 1), numbers(e, w, columns, x)
     low, high = share(o, 0), share(o, w.wide + w.narrow - 1)
     hit = e.call(aten.bitwise_and.Tensor, e.call(aten.ge.Tensor, i, low), e.call(aten.lt.Tensor, i, high))
-    hit = e.call(prims.convert_element_type.default, hit, like.meta["val"].dtype)
+    hit = e.call(prims.convert_element_type.default, hit, x.meta["val"].dtype)
     return e.call(aten.div.Tensor, hit, e.call(aten.sub.Tensor, high, low))
 
 
@@ -302,11 +312,8 @@ def _(node: Node) -> Rule | None:
         if not among(e, found):
             given = [x, *args[:1]] if backward else [x]
             return lead_first(e, node.target, given, *args[int(backward) :])
-        value = x.meta["val"]
-        x = cover(e, x, found) if backward else gather(e, x, found)
-        coarse = value.dtype in (torch.bfloat16, torch.float16)
-        if coarse:
-            x = e.call(prims.convert_element_type.default, x, torch.float32)
+        dtype = x.meta["val"].dtype
+        x = wider(e, cover(e, x, found) if backward else gather(e, x, found))
         taken = covering(e, found) if backward else [[w.span(*r) for r in e.pieces(w.factor, w.narrow)] for w in found]
         sizes = [*e.shape()[:-count], *(tabled(e, w, r)[1] for w, r in zip(found, taken, strict=True))]
         for w, ranges in zip(found, taken, strict=True):
@@ -315,7 +322,7 @@ def _(node: Node) -> Rule | None:
             if backward:
                 matrix = e.call(aten.permute.default, matrix, [1, 0])
             x = contract(e, x, w.dim, matrix, sizes, tabled(e, w, mine)[1])
-        return e.call(prims.convert_element_type.default, x, value.dtype) if coarse else x
+        return like(e, x, dtype)
 
     return fit(
         node, [_dims(o.meta["val"], found) for o in operands(node)], [_dims(node.meta["val"], found)], [[0]],
