@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -359,6 +359,12 @@ def capture_function(
     tensors = [(n, v) for n, v in given if isinstance(v, torch.Tensor)]
     check_dense([v for _, v in tensors])
     positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
+    for n, v in given:
+        if is_dataclass(v) and any(isinstance(getattr(v, f.name), torch.Tensor) for f in fields(v)):
+            raise SpmdError(
+                f"argument {n!r}: {type(v).__name__} holds tensors that can't be seen; register it with "
+                f"torch.export.register_dataclass({type(v).__name__})"
+            )
 
     known = detect_fake_mode([*state.values(), *(v for _, v in tensors)])
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # loops ask for one

@@ -101,6 +101,8 @@ def _mesh(text: str) -> dict[str, int]:
         name, _, size = part.partition("=")
         if not size.strip().isdigit():
             raise click.BadParameter(f"{text!r} is not AXIS=SIZE,...", param_hint="--mesh")
+        if name.strip() in sizes:
+            raise click.BadParameter(f"{text!r} names axis {name.strip()!r} twice", param_hint="--mesh")
         sizes[name.strip()] = int(size)
     return sizes
 

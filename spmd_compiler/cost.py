@@ -136,6 +136,8 @@ def profile_of(profile: str | Profile | None) -> Profile:
 
         name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
         return next((p for key, p in PROFILES.items() if key in name), PROFILES["h100"])
+    if not isinstance(profile, str):
+        raise SpmdError(f"a profile is a name, a TOML file or a Profile, not {profile!r}")
     if profile.endswith(".toml"):
         return read_profile(profile)
     if profile not in PROFILES:

@@ -4,7 +4,7 @@ Dynamo would run DTensor's own propagation while it traces, and fail where that 
 DTensor, an op without a strategy).  `install` replaces five of its methods by ones that do as before unless the
 active compiler is ours; then
 
-* a DTensor input becomes a fake tensor of its global shape (Dynamo's guard on its spec stays);
+* a DTensor input becomes a fake tensor of its global shape, which is guarded (Dynamo's guard on its spec stays);
 * ``DTensor.from_local``, ``.to_local()``, ``.redistribute()`` and ``.full_tensor()`` become the operators of
   `annotations`, ``.placements`` and ``.device_mesh`` answer, and ``isinstance(x, DTensor)`` says whether ``x`` is a
   global value: computed from a DTensor and not made local since.
@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables import builder, builtin, tensor
 from torch._dynamo.variables import torch as torch_variables
@@ -121,6 +123,10 @@ def _global_fake(value: DTensor, tx: Any, source: Any) -> torch.Tensor:
             fake._is_param = True  # type: ignore[attr-defined]
     fake._spmd_mesh = value.device_mesh  # type: ignore[attr-defined]
     fake._spmd_hooked = _is_hooked(tx)  # type: ignore[attr-defined]
+    # Dynamo guards the local sizes, which may stay on one rank and change on another
+    meta = AttrSource(AttrSource(source, "_spec"), "tensor_meta")
+    for name in ("shape", "stride"):
+        install_guard(AttrSource(meta, name).make_guard(builder.GuardBuilder.EQUALS_MATCH))
     tx.output.input_source_to_sizes_strides[source] = {"size": fake.size(), "stride": fake.stride()}
     return fake
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .dtensors import device_mesh, dtensor_spec, wrap
+from .dtensors import device_mesh, dtensor_spec, spec_of, wrap
 from .placements import Mesh, Spec, SpmdError
 from .program import Program
 from .runtime import whole_group
@@ -56,6 +56,10 @@ def parallelize(
 
     Raises `SpmdError` for a name that nothing has, a dim out of range, and a mesh without the axis.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise SpmdError(f"expected a module, got {type(model).__name__}")
+    if placements is not None and not isinstance(placements, (Mapping, Program)):
+        raise SpmdError(f"placements are a mapping from names to placements or a Program, not {placements!r}")
     devices = device_mesh(mesh)
     abstract = Mesh.of(devices)
     named: dict[int, list[str]] = {}
@@ -68,7 +72,12 @@ def parallelize(
     specs: dict[int, Spec] = {}
     for name, tensor in _named_tensors(model):
         try:
-            specs[id(tensor)] = Spec.of(abstract, names.find(named[id(tensor)]), tensor.dim())
+            given = names.find(named[id(tensor)])
+            specs[id(tensor)] = spec = Spec.of(abstract, given, tensor.dim())
+            if spec.partial_axes():
+                raise SpmdError(f"{spec} would give each device a part of the sum, which no optimizer can update")
+            if given and isinstance(tensor, DTensor) and spec_of(tensor) != spec:
+                raise SpmdError(f"it is a DTensor placed as {spec_of(tensor)} already; redistribute it")
         except SpmdError as error:
             raise SpmdError(f"placement of {name!r} {tuple(tensor.shape)}: {error}") from None
     if any(t.is_meta for _, t in _named_tensors(model)):

@@ -33,6 +33,8 @@ class Mesh:
     shape: tuple[int, ...]
 
     def __init__(self, sizes: Mapping[str, int] | Sequence[tuple[str, int]]) -> None:
+        if not isinstance(sizes, (Mapping, Sequence)):
+            raise SpmdError(f"a mesh is made of {{axis: size}}, not of {sizes!r}")
         items = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
         if not items:
             raise SpmdError("a mesh needs at least one axis")

@@ -132,6 +132,8 @@ class Program:
         takes what the program takes, as DTensors or global tensors, and gives the result, or with ``backward`` a
         pair ``(result, {name: gradient})``.
         """
+        if device_mesh is not None and Mesh.of(device_mesh).shape != self.mesh.shape:
+            raise SpmdError(f"the program was planned for {self.mesh}, not for {Mesh.of(device_mesh)}")
         return direct(self.local, self.binding, device_mesh, lower, self.backward)
 
     def __repr__(self) -> str:
@@ -149,6 +151,9 @@ class Placements:
 
     def __init__(self, mesh: Mesh, given: Mapping[str, Any], model: Any = None) -> None:
         self.mesh, self.given = mesh, dict(given)
+        for key in self.given:
+            if not isinstance(key, str):
+                raise SpmdError(f"placements are keyed by names of parameters, inputs or outputs, not by {key!r}")
         self.used: set[str] = set()
         self.names: list[str] = []
         self.tied: dict[str, list[str]] = {}
@@ -221,6 +226,11 @@ def export(
     and the peak of live activations fit.  Raises `SpmdError` for bad input, and for a budget that nothing found meets.
     """
     mesh = Mesh.of(mesh)
+    for what, value, kinds in (("args", args, (tuple, list)), ("kwargs", kwargs or {}, Mapping),
+                               ("placements", placements or {}, Mapping), ("backward", backward, bool)):  # fmt: skip
+        if not isinstance(value, kinds):
+            wanted = {"args": "a tuple of arguments", "backward": "True or False"}.get(what, "a mapping from names")
+            raise SpmdError(f"{what} is {wanted}, not {value!r}")
     model_or_fn = untraced(model_or_fn)
     chosen = Placements(mesh, placements or {}, model_or_fn)
     captured, binding = capture_function(

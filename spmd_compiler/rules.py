@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .ir import Emit, is_tensor, operands, results
-from .placements import Mesh, Spec
+from .placements import Mesh, Spec, SpmdError
 from .symbolic import bind_tree
 
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: for each dim its factors, major first
@@ -144,6 +144,8 @@ def rule(
     right and broadcast).  ``linear`` lists groups of operands that may be partial together; ``flops`` names the
     factors whose product is the multiply-add count (2 flops each).  Trailing optional tensors may be absent.
     """
+    if not isinstance(text, str):
+        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {text!r}")
     template = parse_rule(text)
 
     def instantiate(node: Node) -> Rule | None:

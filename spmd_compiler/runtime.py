@@ -389,7 +389,28 @@ class _Run(torch.autograd.Function):
             local = laid_out(local, ctx.strides[output.of])
             grads[1 + output.of] = _wrapped_gradient(local, ctx.likes[output.of], runner, k, output)
             del local
+        if torch.is_grad_enabled():  # create_graph=True
+            made = [i for i, g in enumerate(grads) if g is not None]
+            anchor = torch.empty((), requires_grad=True)
+            for i, g in zip(made, _Once.apply(anchor, *(grads[i] for i in made)), strict=True):
+                grads[i] = g
         return tuple(grads)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that can't be differentiated again, and say so."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        raise SpmdError(
+            "a gradient of a compiled program is differentiated again (create_graph=True), which can't be done; "
+            "take the inner gradient inside the compiled function, with torch.func.grad or torch.autograd.grad, or "
+            "leave this part uncompiled"
+        )
 
 
 def _wrapped_gradient(local: torch.Tensor, like: Any, runner: Runner, k: int, output: Output) -> torch.Tensor:

@@ -72,6 +72,7 @@ def test_dicts_and_profiles(run):
         (("job.py", "--mesh", "a=2"), "FILE.py:FUNCTION"),
         (("job.py:tuple_of", "--mesh", "a"), "AXIS=SIZE"),
         (("job.py:tuple_of", "--mesh", "a=0"), "positive"),
+        (("job.py:tuple_of", "--mesh", "a=2,a=2"), "twice"),
         (("job.py:tuple_of", "--mesh", "a=2", "--profile", "h900"), "unknown profile"),
         (("job.py:tuple_of", "--mesh", "a=2", "--profile", "tp.toml"), "a profile has no"),
         (("job.py:tuple_of", "--mesh", "a=2", "--placements", "tp.toml"), "no axis 'tp'"),

@@ -1,5 +1,7 @@
 """Bad input: what it says, and that it says it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,37 @@ def test_meshes(mesh, words):
 def test_profile():
     with pytest.raises(spmd.SpmdError, match=r"'h900'.*h100"):
         export({}, profile="h900")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"args": None}, "a tuple of arguments"),
+        ({"args": {"x": 1}}, "a tuple of arguments"),
+        ({"args": (Batch(torch.ones(4, 8)),)}, "register_dataclass"),
+        ({"kwargs": [1]}, "kwargs is a mapping"),
+        ({"placements": [Shard(0)]}, "placements is a mapping"),
+        ({"placements": {0: Shard(0)}}, "not by 0"),
+        ({"profile": 3}, "not 3"),
+        ({"backward": "yes"}, "True or False"),
+        ({"mesh": 3}, "int"),
+    ],
+)
+def test_arguments_of_export(arguments, words):
+    with pytest.raises(spmd.SpmdError, match=words):
+        spmd.export(**{"model_or_fn": Net(), "args": (torch.ones(4, 8),), "mesh": MESH, **arguments})
+
+
+def test_arguments_of_the_rest():
+    with pytest.raises(spmd.SpmdError, match="a rule is a text"):
+        spmd.register_rule(torch.ops.aten.digamma, None)
+    with pytest.raises(spmd.SpmdError, match="not of 3"):
+        spmd.Mesh(3)
 
 
 def test_data_dependent_shapes_name_the_line_and_the_remedy():
