@@ -47,7 +47,7 @@ class _Builder:
         self.captured, self.mesh, self.profile, self.memory = captured, mesh, profile, memory
         self.graph: Graph = captured.graph.graph
         self.inputs = {n: i for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
-        self.problem = Problem(mesh, profile, budget=memory and memory.budget)
+        self.problem = Problem(mesh, profile, budget=None if memory is None else memory.budget)
         self.rules: dict[Node, Rule] = {}
         self.index: dict[Node, int] = {}
         self.hubs: dict[tuple[Node, int, str], Hub] = {}
@@ -266,7 +266,8 @@ class _Builder:
                 )
             if out.spec is None and out.of is not None:  # a gradient, or a new value, is placed as its input
                 place = next(n for n, i in self.inputs.items() if i == out.of)
-                specs = [c.results[0] for c in self.problem.variables[self.index[place]].choices]
+                taken = self.problem.variables[self.index[place]].choices
+                specs = [s for c in taken if (s := c.results[0]) is not None]
                 domain = tuple(Choice((s, s), (s,)) for s in specs)
                 value_of = place.meta["val"]
                 tie = Hub((self.index[place], 0), [], tuple(value_of.shape), value_of.element_size(), tied=True)
