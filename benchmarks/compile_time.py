@@ -67,7 +67,7 @@ def ours(mesh: str, layers: int, profile: str) -> str:
     trace, (captured, _) = timed(
         lambda: capture_function(model, (ids, ids), mesh=abstract, specs=specs, backward=True)
     )  # fmt: skip
-    annotate, annotated = timed(passes.annotate.run, captured)
+    annotate, annotated = timed(lambda: passes.unmerge.run(passes.annotate.run(captured)))
     propagate, plan = timed(passes.propagate.run, annotated, abstract, prices)
     partition, local = timed(passes.partition.run, annotated, plan, abstract, prices)
     simplify, local = timed(passes.simplify.run, local)

@@ -91,7 +91,7 @@ def run(case: Case, profile: str) -> str:
     began = time.process_time()
     captured, _ = capture_function(model, args, mesh=mesh, specs=Placements(mesh, placements, model), backward=True)
     trace = time.process_time() - began
-    annotate, annotated = timed(passes.annotate.run, captured)
+    annotate, annotated = timed(lambda: passes.unmerge.run(passes.annotate.run(captured)))
     propagate, plan = timed(passes.propagate.run, annotated, mesh, prices)
     partition, local = timed(passes.partition.run, annotated, plan, mesh, prices)
     gap = max(0.0, (local.price - local.bound) / local.price)

@@ -568,10 +568,10 @@ for x, weight, rest, factors in CONVOLUTIONS:
         lambda s, a=x, b=weight, r=rest: convolution_backward(s, a, b, mask=(True, True, r.get("bias", True)), **r),
         shards=factors,
     )
-for mask in ((True, False, False), (False, True, False), (False, False, True)):
+for wanted in ((True, False, False), (False, True, False), (False, False, True)):
     case(
         aten.convolution_backward.default,
-        lambda s, m=mask: convolution_backward(s, (2, 4, 6), (4, 4, 3), pad=(1,), mask=m), shards="c o w0",
+        lambda s, m=wanted: convolution_backward(s, (2, 4, 6), (4, 4, 3), pad=(1,), mask=m), shards="c o w0",
     )  # fmt: skip
 
 POOLS = (  # shape, kernel, stride, padding, ceil_mode
