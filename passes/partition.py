@@ -11,7 +11,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..collectives import KINDS, axes_of, is_collective, message_bytes
 from ..cost import Profile
 from ..ir import Captured, Emit, Partitioned, copy_meta, is_getitem, operands, producer, results, source_line
 from ..placements import Mesh, Spec
@@ -158,7 +157,4 @@ class _Partitioner:
 
     def _price(self) -> float:
         """Seconds of the moves that were emitted (those inside local forms are counted with their choice)."""
-        return sum(
-            self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), message_bytes(n))
-            for n in self.graph.nodes if "move" in n.meta and is_collective(n)
-        )  # fmt: skip
+        return self.profile.collectives(self.mesh, (n for n in self.graph.nodes if "move" in n.meta))

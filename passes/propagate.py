@@ -13,7 +13,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..collectives import KINDS, axes_of, is_collective, message_bytes
 from ..cost import Memory, Profile
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..placements import Mesh, Spec, SpmdError
@@ -47,6 +46,7 @@ class _Builder:
         self.captured, self.mesh, self.profile, self.memory = captured, mesh, profile, memory
         self.graph: Graph = captured.graph.graph
         self.inputs = {n: i for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
+        self.trained = {o.of for o in captured.outputs if o.kind == "grad"}
         self.problem = Problem(mesh, profile, budget=None if memory is None else memory.budget)
         self.rules: dict[Node, Rule] = {}
         self.index: dict[Node, int] = {}
@@ -166,8 +166,7 @@ class _Builder:
         times, saved = 1.0, [0]
         if node.op == "placeholder":
             i = self.inputs[node]
-            trains = any(o.kind == "grad" and o.of == i for o in self.captured.outputs)
-            if self.captured.inputs[i].kind == "param" and trains:
+            if self.captured.inputs[i].kind == "param" and i in self.trained:
                 times = 2.0 + self.memory.states
         elif node.op == "call_function" and node.meta.get("phase") == "forward" and not _is_view(node):
             saved = [r for r in range(len(results(node))) if _read_in_backward(node, r)]
@@ -240,6 +239,7 @@ class _Builder:
 
     def _add_outputs(self) -> list[int | None]:
         sinks: list[int | None] = []
+        places = list(self.inputs)
         for j, (value, out) in enumerate(zip(self._flat_outputs(), self.captured.outputs, strict=True)):
             if not isinstance(value, Node) or not results(value):
                 sinks.append(None)
@@ -265,7 +265,7 @@ class _Builder:
                     (index, 0), [(self.index[self.tangents[j]], 0)], tuple(kept.shape), kept.element_size(), tied=True
                 )
             if out.spec is None and out.of is not None:  # a gradient, or a new value, is placed as its input
-                place = next(n for n, i in self.inputs.items() if i == out.of)
+                place = places[out.of]
                 taken = self.problem.variables[self.index[place]].choices
                 specs = [s for c in taken if (s := c.results[0]) is not None]
                 domain = tuple(Choice((s, s), (s,)) for s in specs)
@@ -333,10 +333,7 @@ class _Builder:
                 place.meta["val"] = torch.empty(shape, dtype=o.meta["val"].dtype, device=o.meta["val"].device)
             local.append(place)
         emit_choice(scratch, self.mesh, mode, node, r, c, local)
-        return sum(
-            self.profile.collective(self.mesh, KINDS[n.target], axes_of(n), message_bytes(n))
-            for n in scratch.nodes if is_collective(n)
-        )  # fmt: skip
+        return self.profile.collectives(self.mesh, scratch.nodes)
 
 
 def _is_view(node: Node) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .collectives import wire_bytes
+from torch.fx import Node
+
+from .collectives import KINDS, axes_of, is_collective, message_bytes, wire_bytes
 from .placements import Mesh, SpmdError
 
 
@@ -57,6 +59,12 @@ class Profile:
         link = max(links, key=lambda k: (1 / k.bandwidth, k.alpha))
         steps = {"all_reduce": 2 * (parts - 1), "permute": 1, "all_to_all": 1}.get(kind, parts - 1)
         return link.alpha * math.sqrt(steps) + wire_bytes(kind, result_bytes, parts) / link.bandwidth
+
+    def collectives(self, mesh: Mesh, nodes: Iterable[Node]) -> float:
+        """Seconds of those of the nodes that are collectives."""
+        return sum(
+            self.collective(mesh, KINDS[n.target], axes_of(n), message_bytes(n)) for n in nodes if is_collective(n)
+        )
 
     def compute(self, flops: float, nbytes: float, element: int) -> float:
         """Seconds of one local kernel: the slower of its matmul flops and its memory traffic, plus the launch."""
