@@ -79,6 +79,7 @@ class _Partitioner:
         return Partitioned(
             gm, inputs, outputs, self.captured.num_forward_outputs, self.mesh, self.captured,
             price=solution.compute + self._price(), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
+            profile=self.profile,
         )  # fmt: skip
 
     def _leaf(self, node: Node, name: str) -> None:

@@ -14,9 +14,7 @@ import click
 from .cost import PROFILES, read_toml
 from .placements import SpmdError
 from .program import Program, export
-from .text import readable
-
-LEVELS = ("summary", "collectives", "full")
+from .text import LEVELS
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -108,17 +106,12 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _shown(program: Program, level: str) -> str:
+    """The text at a level; below the full one, with comments on price and fallbacks, and why each collective is."""
     if level == "full":
         return program.text()
-    lines = [
-        f"{program.local.captured.name}  {program.mesh}",
-        f"predicted  {program.price * 1e3:.3f} ms a step, proven within {program.gap:.2%} of the cheapest plan",
-        "memory     " + ", ".join(f"{k} {readable(v)}" for k, v in program.memory.items()) + " a device",
-        f"wire       {readable(program.wire_bytes)} a device in {len(program.collectives)} collectives",
-    ]
+    notes = [f"predicted  {program.price * 1e3:.3f} ms a step, proven within {program.gap:.2%} of the cheapest plan"]
     if program.replicated_ops:
-        lines.append(f"no rule    {', '.join(program.replicated_ops)}")
+        notes.append(f"no rule  {', '.join(program.replicated_ops)}")
     if level == "collectives":
-        lines += [f"{c.phase:8}  {c.kind}[{c.axis}]  {readable(c.wire_bytes)}  {c.source}  {c.why}"
-                  for c in program.collectives]  # fmt: skip
-    return "\n".join(lines) + "\n"
+        notes += [f"why {c.name}: {c.why}" for c in program.collectives]
+    return program.text(level) + "".join(f"# {note}\n" for note in notes)

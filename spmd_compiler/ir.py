@@ -9,11 +9,12 @@ arguments may be sympy expressions of the coordinates.
 
 from __future__ import annotations
 
+import functools
 import operator
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from . import collectives as coll
+from .cost import Profile
 from .placements import Mesh, Spec
 from .symbolic import IntExpr, bind_tree, coordinate, length, offset, pieces, table
 
@@ -82,6 +84,20 @@ def nbytes(value: torch.Tensor | None) -> int:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
+@functools.lru_cache(maxsize=4096)
+def project_path(path: str) -> str:
+    """A file's path within its project (a folder with ``pyproject.toml``, ``setup.py`` or ``.git``) or its installed
+    package; else its name.  So it is the same on every rank, wherever it runs."""
+    parts = PurePath(path).parts
+    for place in ("site-packages", "dist-packages"):
+        if place in parts:
+            return "/".join(parts[len(parts) - parts[::-1].index(place) :])
+    for folder in Path(path).parents:
+        if folder.is_absolute() and any((folder / f).exists() for f in ("pyproject.toml", "setup.py", ".git")):
+            return PurePath(path).relative_to(folder).as_posix()
+    return parts[-1] if parts else path
+
+
 def source_line(node: Node) -> str:
     """``file.py:line`` of the user's code that a node comes from, or its module path, or an empty string."""
     if "source" in node.meta:
@@ -90,7 +106,7 @@ def source_line(node: Node) -> str:
     text = ""
     if frames:
         path, line = frames[-1]
-        text = f"{os.path.basename(path)}:{line}"
+        text = f"{project_path(path)}:{line}"
     else:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
@@ -160,7 +176,7 @@ class Partitioned:
     price: float = 0.0
     bound: float = 0.0
     replicated_ops: tuple[str, ...] = ()
-    dumps: dict[str, str] = field(default_factory=dict)
+    profile: Profile | None = None  # what priced it
 
 
 class Emit:

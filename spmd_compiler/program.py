@@ -18,7 +18,7 @@ from .cost import Memory, Profile
 from .ir import Partitioned, nbytes, results
 from .placements import Mesh, Spec, SpmdError
 from .runtime import direct
-from .text import program_text, readable
+from .text import LEVELS, Text, readable, summary
 from .verify import simulate_outputs, verify
 
 
@@ -32,9 +32,16 @@ class Program:
     def mesh(self) -> Mesh:
         return self.local.mesh
 
-    def text(self) -> str:
-        """The program, one node a line (byte-identical on every rank and in every run)."""
-        return program_text(self.local)
+    def text(self, level: str = "full") -> str:
+        """The program, one node a line (byte-identical on every rank and in every run; `text` has the grammar).
+
+        ``level`` is ``"full"``, ``"collectives"`` (inputs, outputs and collectives alone) or ``"summary"``.
+        """
+        if level not in LEVELS:
+            raise SpmdError(f"level {level!r} is none of {', '.join(LEVELS)}")
+        if level == "summary":
+            return summary(Text.of(self.local, self.memory))
+        return str(Text.of(self.local, self.memory).at(level))
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:

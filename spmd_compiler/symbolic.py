@@ -9,6 +9,8 @@ soon as their arguments are numbers.
 
 from __future__ import annotations
 
+import ast
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -132,3 +134,36 @@ def symbols_in(tree: Any) -> set[sympy.Symbol]:
     if isinstance(tree, dict):
         return symbols_in(list(tree.values()))
     return set()
+
+
+_FUNCTIONS = {
+    f.__name__: f for f in (chunk, start, entry, sympy.Min, sympy.Max, sympy.Mod, sympy.floor, sympy.ceiling)
+}
+_OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
+
+
+def parse(text: str) -> IntExpr:
+    """The expression of coordinates that prints as ``text``.  Raises ValueError for anything else."""
+
+    def read(node: ast.AST) -> Any:
+        if isinstance(node, ast.Expression):
+            return read(node.body)
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return sympy.Integer(node.value)
+        if isinstance(node, ast.Name) and node.id.startswith("c_"):
+            return coordinate(node.id.removeprefix("c_"))
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)) and type(node.op) in _OPERATORS:
+            operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
+            return _OPERATORS[type(node.op)](*map(read, operands))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+            return _FUNCTIONS[node.func.id](*map(read, node.args))
+        raise ValueError(f"{text!r} is no expression of coordinates")
+
+    try:
+        found = read(ast.parse(text, mode="eval"))
+    except SyntaxError:
+        raise ValueError(f"{text!r} is no expression of coordinates") from None
+    return int(found) if found.is_Integer else found

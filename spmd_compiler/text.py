@@ -1,22 +1,51 @@
-"""The text form of a partitioned graph: one node, one line, no address, no path, no rank."""
+"""The text form of a program, as data: one node, one line, no address, no path, no rank.
+
+`Text.of` reads a partitioned graph, ``str`` prints it, `reader.parse` reads what was printed: ``parse(str(t)) == t``.
+
+    program "block"  mesh(dp=2, tp=4)  profile h100
+    memory  parameters 2.00 KiB (2048 B), gradients 0 B, optimizer 0 B, activations 640 B
+    %w = param "up.weight"                  f32[64, 16 | 16, 16]  {dp: R, tp: S(0)}
+    %x = input "x"                          f32[8, 64 | 4, 16]    {dp: S(0), tp: S(1)}
+    %mm = aten.mm(%x, %w)                   f32[8, 16 | 4, 16]    {dp: S(0), tp: P(sum)}  # net.py:7
+    %sum = all_reduce[tp, sum](%mm)         f32[8, 16 | 4, 16]    {dp: S(0), tp: R}  # net.py:7  384 B wire
+    output "out" = %sum                                           {dp: S(0), tp: R}
+
+A type holds the global shape and, behind a bar, the local one (of coordinate 0) where it differs.  A line of the
+backward says so.  What a collective sends follows from its line and the mesh.  Level ``collectives`` leaves out
+computed values, level ``summary`` every line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import collections
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch.fx import Node
 
 from . import collectives as coll
 from .collectives import Collective, is_collective
 from .ir import Partitioned, is_tensor, source_line
+from .placements import Mesh, Spec, SpmdError
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
+LEVELS = ("summary", "collectives", "full")
+INPUTS = ("param", "buffer", "input", "tangent", "seed")
+OUTPUTS = ("output", "mutation", "grad")
+COLLECTIVES = tuple(dict.fromkeys(coll.KINDS.values()))
+COLUMNS = (0, 58, 92, 116)  # where calls, types, specs and notes begin; fixed, so that a changed line changes no other
 
 
 def readable(nbytes: float) -> str:
@@ -28,94 +57,307 @@ def readable(nbytes: float) -> str:
     raise AssertionError
 
 
-def type_text(value: Any, shape: Sequence[Any] | None = None) -> str:
-    """``f32[8192, 512 | 2048, 512]``: dtype, global shape, local shape (of coordinate 0) where it differs."""
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(type_text(v) for v in value) + ")"
-    if not is_tensor(value):
-        return type(value).__name__
-    local = ", ".join(str(int(s)) for s in value.shape)
-    whole = local if shape is None else ", ".join(str(int(s)) for s in shape)
-    name = DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-    return f"{name}[{whole}]" if whole == local else f"{name}[{whole} | {local}]"
+# --- arguments --------------------------------------------------------------------------------------------------
 
 
-def argument_text(arg: Any) -> str:
+@dataclass(frozen=True)
+class Ref:
+    """An operand: the value that an earlier line names."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class Word:
+    """A constant known by its name: a dtype (``f32``), a device (``cpu``), ``inf``, ``contiguous_format``..."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What each device holds, or wants, of a dim: the ranges of a ``fetch``.
+
+    Devices whose ranges move on by the same step are written once: ``0:4 +4 x8`` are eight of them.
+    """
+
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __str__(self) -> str:
+        parts, i = [], 0
+        while i < len(self.ranges):
+            step, count = self._run(i)
+            text = " ".join(f"{b}:{e}" for b, e in self.ranges[i]) or "none"
+            parts.append(f"{text} {step:+d} x{count}" if count > 2 else text)
+            i += count if count > 2 else 1
+        return "[" + ", ".join(parts) + "]"
+
+    def _run(self, i: int) -> tuple[int, int]:
+        """``(step, count)`` of the devices from ``i`` on whose ranges are moved copies of the first's."""
+        first, step, count = self.ranges[i], 0, 1
+        if first and i + 1 < len(self.ranges) and self.ranges[i + 1]:
+            step = self.ranges[i + 1][0][0] - first[0][0]
+            while i + count < len(self.ranges) and self.ranges[i + count] == _moved(first, step * count):
+                count += 1
+        return step, count
+
+
+def _moved(ranges: tuple[tuple[int, int], ...], by: int) -> tuple[tuple[int, int], ...]:
+    return tuple((b + by, e + by) for b, e in ranges)
+
+
+Argument: TypeAlias = Any  # Ref, Word, Ranges, int, float, complex, bool, None, str, a sympy expression, or a tuple
+
+
+def plain(arg: Any) -> Argument:
+    """An argument of a node as data."""
     if isinstance(arg, Node):
-        return f"%{arg.name}"
+        return Ref(arg.name)
     if isinstance(arg, (list, tuple)):
-        return "[" + ", ".join(argument_text(a) for a in arg) + "]"
+        return tuple(plain(a) for a in arg)
+    if arg is None or isinstance(arg, (bool, str, sympy.Basic)):
+        return arg
+    if isinstance(arg, int):
+        return int(arg)
+    if isinstance(arg, float):
+        return arg if math.isfinite(arg) else Word(str(arg))
+    if isinstance(arg, complex):
+        return arg if math.isfinite(abs(arg)) else Word(str(arg).strip("()"))
     if isinstance(arg, torch.dtype):
-        return DTYPES.get(arg, str(arg).removeprefix("torch."))
-    if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
-        return str(arg).removeprefix("torch.")
-    return str(arg) if not isinstance(arg, str) else repr(arg)
+        return Word(dtype_text(arg))
+    return Word("".join(str(arg).removeprefix("torch.").split()))
+
+
+def argument_text(arg: Argument) -> str:
+    if isinstance(arg, tuple):
+        return "[" + ", ".join(argument_text(a) for a in arg) + "]"
+    return json.dumps(arg) if isinstance(arg, str) else str(arg)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@functools.cache
+def element_size(dtype: str) -> int:
+    """Bytes of one element of a dtype by its text."""
+    found = {name: d for d, name in DTYPES.items()}.get(dtype) or getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise SpmdError(f"there is no dtype {dtype!r}")
+    return found.itemsize
+
+
+# --- the data ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Type:
+    """``f32[8192, 512 | 2048, 512]``: dtype, global shape, local shape (of coordinate 0)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+    @property
+    def local_bytes(self) -> int:
+        return math.prod(self.local) * element_size(self.dtype)
+
+    def __str__(self) -> str:
+        whole, local = (", ".join(map(str, s)) for s in (self.shape, self.local))
+        return f"{self.dtype}[{whole}]" if whole == local else f"{self.dtype}[{whole} | {local}]"
+
+
+def type_of(value: Any, shape: Sequence[Any] | None = None) -> Type | Word | tuple[Any, ...]:
+    """The type of a fake value whose global shape is ``shape`` (None: its own)."""
+    if isinstance(value, (tuple, list)):
+        return tuple(type_of(v) for v in value)
+    if not is_tensor(value):
+        return Word(type(value).__name__)
+    local = tuple(int(s) for s in value.shape)
+    return Type(dtype_text(value.dtype), local if shape is None else tuple(int(s) for s in shape), local)
+
+
+def type_text(kind: Type | Word | tuple[Any, ...] | None) -> str:
+    if isinstance(kind, tuple):
+        return "(" + ", ".join(map(type_text, kind)) + ")"
+    return "" if kind is None else str(kind)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: ``op`` is a kind of input or output, ``constant``, an operator, or (with an ``axis``) a collective.
+
+    ``label`` is the user's name of an input or output.  A collective's first argument is its operand, the others say
+    what it does to which dims.
+    """
+
+    name: str
+    op: str
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    type: Type | Word | tuple[Any, ...] | None = None
+    spec: Spec | None = None
+    label: str = ""
+    axis: str = ""
+    reduce: str | None = None
+    source: str = ""
+    phase: str = "forward"
+
+    def wire_bytes(self, mesh: Mesh) -> float:
+        """What one device sends; 0.0 where the line is no collective."""
+        if not self.axis or not isinstance(self.type, Type):
+            return 0.0
+        size: float = self.type.local_bytes
+        ranges = [a for a in self.args if isinstance(a, Ranges)]
+        if ranges:
+            have, want = (r.ranges for r in ranges)
+            others = math.prod(n for d, n in enumerate(self.type.local) if d != self.args[1])
+            size = max(coll.sent([r for (r,) in have], want)) * others * element_size(self.type.dtype)
+        return coll.wire_bytes(self.op, size, math.prod(mesh[a] for a in self.axis.split("/")))
+
+    def call(self) -> str:
+        """``%mm = aten.mm(%x, %w)``."""
+        if self.op in OUTPUTS:
+            return f"{self.op} {json.dumps(self.label)} = {argument_text(self.args[0])}"
+        if self.op in INPUTS:
+            return f"%{self.name} = {self.op} {json.dumps(self.label)}"
+        if self.op == "constant":
+            return f"%{self.name} = constant"
+        head = f"[{self.axis}{f', {self.reduce}' if self.reduce else ''}]" if self.axis else ""
+        args = [argument_text(a) for a in self.args] + [f"{k}={argument_text(v)}" for k, v in self.kwargs]
+        return f"%{self.name} = {self.op}{head}({', '.join(args)})"
+
+    def text(self, mesh: Mesh) -> str:
+        notes = [self.source, "backward" if self.phase == "backward" else ""]
+        if self.axis:
+            notes.append(f"{readable(self.wire_bytes(mesh))} wire")
+        note = "  ".join(filter(None, notes))
+        fields = (self.call(), type_text(self.type), str(self.spec or ""), f"# {note}" if note else "")
+        line = ""
+        for column, text in zip(COLUMNS, fields, strict=True):
+            if text:
+                line = f"{line:{column}}{text}" if len(line) + 2 <= column or not line else f"{line}  {text}"
+        return line
+
+
+def line_of(node: Node) -> Line:
+    """The line of a call or a constant of a local graph."""
+    args = tuple(plain(a) for a in node.args)
+    kwargs = tuple((k, plain(v)) for k, v in node.kwargs.items())
+    op, axis, reduce = target_text(node), "", None
+    if node.op == "get_attr":
+        op, args, kwargs = "constant", (), ()
+    elif is_collective(node):
+        c = Collective.of(node)
+        op, axis, reduce, args = c.kind, c.axis, c.op, (args[0], *_dims(node))
+    return Line(
+        node.name, op, args, kwargs, type_of(node.meta.get("val"), node.meta.get("global")), node.meta.get("spec"),
+        "", axis, reduce, " ".join(source_line(node).split()), _phase(node),
+    )  # fmt: skip
+
+
+def _phase(node: Node) -> str:
+    return "backward" if node.meta.get("phase") == "backward" else "forward"
 
 
 def target_text(node: Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        name = str(target).removesuffix(".default")
-        return name.removeprefix("spmd.") if is_collective(node) else name
+        return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
 
 
-def _dims(node: Node) -> list[str]:
-    """The dims that a collective works on: gathered, then scattered."""
+def _dims(node: Node) -> list[Argument]:
+    """What a collective does: the dims that it gathers and scatters, orders of axes, ranges."""
     if node.target is coll.all_to_all:
-        return [f"{node.args[1]} -> {node.args[3]}"]
+        return [node.args[1], node.args[3]]
     if node.target is coll.permute:
-        return [str(node.args[1]), "/".join(node.args[3]) + " -> " + "/".join(node.args[4])]
+        return [node.args[1], Word("/".join(node.args[4]))]
     if node.target is coll.fetch:
-        want = [" ".join(f"{b}:{e}" for b, e in r) for r in coll.ranges(node.args[4], coll.group_size(node))]
-        return [str(node.args[1]), "[" + ", ".join(want) + "]"]
-    return [] if node.target is coll.all_reduce else [str(node.args[1])]
+        sides = (tuple(map(tuple, coll.ranges(node.args[i], coll.group_size(node)))) for i in (3, 4))
+        return [node.args[1], *map(Ranges, sides), *([plain(node.args[5])] if node.args[5] else [])]
+    return [] if node.target is coll.all_reduce else [node.args[1]]
 
 
-def node_text(node: Node) -> tuple[str, str, str, str]:
-    """``(name = call, type, spec, comment)`` of one node."""
-    args = [argument_text(a) for a in node.args] + [f"{k}={argument_text(v)}" for k, v in node.kwargs.items()]
-    comment = source_line(node)
-    if is_collective(node):
-        c = Collective.of(node)
-        head = c.axis + (f", {c.op}" if c.op else "")
-        call = f"{c.kind}[{head}]({', '.join([args[0], *_dims(node)])})"
-        comment = f"{comment}  {readable(c.wire_bytes)} wire".strip()
-    else:
-        call = f"{target_text(node)}({', '.join(args)})"
-    return (
-        f"%{node.name} = {call}",
-        type_text(node.meta.get("val"), node.meta.get("global")),
-        str(node.meta.get("spec", "")),
-        comment,
-    )
+@dataclass(frozen=True)
+class Text:
+    """A program's text as data.  ``memory`` holds bytes a device, by kind."""
+
+    name: str
+    mesh: Mesh
+    profile: str
+    lines: tuple[Line, ...]
+    memory: tuple[tuple[str, int], ...] = ()
+    level: str = "full"
+
+    @staticmethod
+    def of(local: Partitioned, memory: Mapping[str, int] | None = None) -> Text:
+        """The text of a partitioned graph."""
+        inputs = iter(local.inputs)
+        lines = []
+        for node in local.graph.graph.nodes:
+            if node.op == "placeholder":
+                i = next(inputs)
+                kind = type_of(node.meta.get("val"), node.meta.get("global"))
+                lines.append(Line(node.name, i.kind, (), (), kind, node.meta.get("spec"), i.name))
+            elif node.op == "output":
+                flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
+                for value, o in zip(flat, local.outputs, strict=True):
+                    lines.append(Line("", o.kind, (plain(value),), spec=o.spec, label=o.name))
+            else:
+                lines.append(line_of(node))
+        profile = PurePath(local.profile.name).name if local.profile is not None else ""
+        return Text(local.captured.name, local.mesh, profile, tuple(lines), tuple((memory or {}).items()))
+
+    def at(self, level: str) -> Text:
+        """The text at a level: ``collectives`` keeps inputs, outputs and collectives, ``summary`` no line."""
+        kept = {"full": self.lines, "summary": ()}.get(level)
+        if kept is None:
+            kept = tuple(k for k in self.lines if k.axis or k.op in INPUTS or k.op in OUTPUTS)
+        return dataclasses.replace(self, lines=kept, level=level)
+
+    @property
+    def collectives(self) -> tuple[Line, ...]:
+        return tuple(k for k in self.lines if k.axis)
+
+    def wire(self) -> dict[tuple[str, str], float]:
+        """Wire bytes by axis and phase."""
+        found: dict[tuple[str, str], float] = {}
+        for line in self.collectives:
+            key = (line.axis, line.phase)
+            found[key] = found.get(key, 0.0) + line.wire_bytes(self.mesh)
+        return dict(sorted(found.items()))
+
+    def header(self) -> list[str]:
+        head = f"program {json.dumps(self.name)}  {self.mesh}"
+        head += f"  profile {self.profile}" if self.profile else ""
+        head += f"  level {self.level}" if self.level != "full" else ""
+        if not self.memory:
+            return [head]
+        kinds = (f"{k} {readable(v)}" + (f" ({v} B)" if v >= 1024 else "") for k, v in self.memory)
+        return [head, "memory  " + ", ".join(kinds)]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.header(), *(line.text(self.mesh) for line in self.lines)]) + "\n"
+
+
+def summary(text: Text) -> str:
+    """The header, and in comments what is sent, by axis and phase."""
+    count = len(text.collectives)
+    lines = [f"# wire  {readable(sum(text.wire().values()))} a device in {count} collective{'s' * (count != 1)}"]
+    for (axis, phase), sent in text.wire().items():
+        kinds = collections.Counter(k.op for k in text.collectives if (k.axis, k.phase) == (axis, phase))
+        made = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        lines.append(f"# {axis} {phase}  {readable(sent)} in {made}")
+    return "\n".join([*text.at("summary").header(), *lines]) + "\n"
 
 
 def program_text(local: Partitioned) -> str:
-    """The whole program, aligned in columns."""
-    rows: list[tuple[str, str, str, str]] = []
-    inputs = iter(local.inputs)
-    lines = []
-    for node in local.graph.graph.nodes:
-        if node.op == "placeholder":
-            i = next(inputs)
-            rows.append((
-                f'%{node.name} = {i.kind} "{i.name}"',
-                type_text(node.meta.get("val"), node.meta.get("global")), str(node.meta.get("spec", "")), "",
-            ))  # fmt: skip
-        elif node.op == "output":
-            flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
-            for value, o in zip(flat, local.outputs, strict=True):
-                rows.append((f'{o.kind} "{o.name}" = {argument_text(value)}', "", str(o.spec or ""), ""))
-        elif node.op == "get_attr":
-            rows.append(
-                (f"%{node.name} = constant", type_text(node.meta.get("val")), str(node.meta.get("spec", "")), "")
-            )
-        else:
-            rows.append(node_text(node))
-    widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
-    widths[0] = min(widths[0], 72)
-    for row in rows:
-        line = "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False))
-        lines.append((line + (f"  # {row[3]}" if row[3] else "")).rstrip())
-    return f'program "{local.captured.name}"  {local.mesh}\n' + "\n".join(lines) + "\n"
+    """The whole program."""
+    return str(Text.of(local))

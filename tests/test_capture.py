@@ -88,7 +88,7 @@ def test_phases_and_sources():
     nodes = [n for n in captured.graph.graph.nodes if n.op == "call_function"]
     products = [n for n in nodes if n.target is torch.ops.aten.mm.default]
     assert [n.meta["phase"] for n in products] == ["forward", "backward"]
-    assert len({source_line(n) for n in products}) == 1 and source_line(products[0]).startswith("test_capture.py:")
+    assert len({source_line(n) for n in products}) == 1 and source_line(products[0]).startswith("tests/test_capture.py:")
     assert not any(n.target is torch.ops.aten.addmm.default for n in nodes)
 
 
