@@ -14,6 +14,7 @@ from torch.distributed.tensor import (
 from .annotations import constrain
 from .collectives import Collective
 from .cost import PROFILES, Link, Profile
+from .diff import Diff, diff
 from .local_map import local_map
 from .parallelize import parallelize
 from .placements import Mesh, Spec, SpmdError
@@ -25,6 +26,7 @@ __all__ = [
     "Collective",
     "DTensor",
     "DeviceMesh",
+    "Diff",
     "Link",
     "Mesh",
     "Partial",
@@ -35,6 +37,7 @@ __all__ = [
     "Spec",
     "SpmdError",
     "constrain",
+    "diff",
     "distribute_module",
     "distribute_tensor",
     "export",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import runpy
 import sys
 from collections.abc import Mapping
@@ -11,10 +12,13 @@ from typing import Any
 
 import click
 
+from .contracts import Limits
 from .cost import PROFILES, read_toml
+from .diff import diff as compare
 from .placements import SpmdError
 from .program import Program, export
-from .text import LEVELS
+from .reader import parse
+from .text import LEVELS, Text
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,6 +61,65 @@ def plan(target: str, mesh: str, profile: str | None, file: str | None, backward
     except SpmdError as error:
         raise click.ClickException(str(error)) from None
     click.echo(_shown(program, level), nl=False)
+
+
+class _BadInput(click.ClickException):
+    exit_code = 3
+
+
+class _Judge(click.Command):
+    """A command whose exit codes mean something: bad input is 3, as 1 and 2 are verdicts."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError as error:
+            raise _BadInput(error.format_message()) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, SpmdError) as error:
+            raise _BadInput(error.format_message() if isinstance(error, click.ClickException) else str(error)) from None
+
+
+@main.command(
+    cls=_Judge,
+    epilog="\b\nExit codes: 0 the same, 1 different, 2 a limit is exceeded, 3 bad input.\n"
+    "\b\nExamples:\n"
+    "  spmd-compiler diff main.txt branch.txt --max-wire-increase 5% --forbid 'all_gather[tp]'\n"
+    "  spmd-compiler diff old.spmd new.spmd --json | jq .added\n",
+)
+@click.argument("old", type=click.Path(exists=True, dir_okay=False))
+@click.argument("new", type=click.Path(exists=True, dir_okay=False))
+@click.option("--max-wire-increase", metavar="SHARE%|BYTES", help="How much more a device may send: 5%, 10MiB.")
+@click.option("--max-memory", metavar="BYTES", help="What a device may hold in NEW: 60GiB.")
+@click.option("--forbid", multiple=True, metavar="KIND[AXIS]", help="Collectives that NEW must not add (repeatable).")
+@click.option("--details", is_flag=True, help="A line for each change, not for changes that are alike.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def diff(
+    old: str, new: str, max_wire_increase: str | None, max_memory: str | None, forbid: tuple[str, ...], details: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Say what changed from the program OLD to NEW (texts of `plan`, or saved programs)."""
+    found = compare(_read(old), _read(new))
+    limits = Limits.of(max_wire_increase, max_memory, forbid).exceeded(found)
+    if as_json:
+        click.echo(json.dumps(found.json() | {"exceeded": limits}, indent=2))
+    else:
+        for line in found.lines(details):
+            click.secho(line, fg={"+": "green", "-": "red", "~": "yellow"}.get(line[0]))
+        for limit in limits:
+            click.secho(f"! {limit}", fg="red", bold=True)
+    sys.exit(2 if limits else 0 if found.same else 1)
+
+
+def _read(path: str) -> Text:
+    """The text of a program in a file."""
+    try:
+        return parse(Path(path).read_text())
+    except (SpmdError, UnicodeDecodeError) as error:
+        raise SpmdError(f"{path}: {error}") from None
 
 
 def _load(target: str) -> Any:

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -55,6 +56,16 @@ def readable(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     raise AssertionError
+
+
+def size(given: Any) -> float:
+    """Bytes of a number, or of a text such as ``"60GiB"``, ``"1.5 MB"`` or ``"2e9"``."""
+    powers = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?) *(?:([KMGT]?)(i?)B)?", str(given).strip(), re.IGNORECASE)
+    if match is None or isinstance(given, bool):
+        raise SpmdError(f"{given!r} is no number of bytes, such as 6e10 or '60GiB'")
+    number, power, binary = match.groups()
+    return float(number) * (1024 if binary else 1000) ** powers[(power or "").upper()]
 
 
 # --- arguments --------------------------------------------------------------------------------------------------
@@ -278,7 +289,7 @@ def _dims(node: Node) -> list[Argument]:
     if node.target is coll.all_to_all:
         return [node.args[1], node.args[3]]
     if node.target is coll.permute:
-        return [node.args[1], Word("/".join(node.args[4]))]
+        return [node.args[1], plain(node.args[4])]
     if node.target is coll.fetch:
         sides = (tuple(map(tuple, coll.ranges(node.args[i], coll.group_size(node)))) for i in (3, 4))
         return [node.args[1], *map(Ranges, sides), *([plain(node.args[5])] if node.args[5] else [])]

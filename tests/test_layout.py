@@ -16,6 +16,8 @@ LEVELS = (
     ("ir",),
     ("annotations", "rules", "redistribute", "text", "simulate"),
     ("reader",),
+    ("diff",),
+    ("contracts",),
     ("ops.forms",),
     ("ops.reduce",),
     ("ops.attention", "ops.create", "ops.grouped", "ops.higher_order", "ops.linalg", "ops.matmul", "ops.pointwise",

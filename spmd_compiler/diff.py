@@ -1,0 +1,492 @@
+"""What changed between two programs, in words: matched by structure, whatever values and lines are called.
+
+Lines of both texts are aligned: inputs by the user's names, computed values by operator, operands and global type in
+program order, so that an inserted operator is one change.  Redistributions are looked through: a collective is known by
+the value it moves.  At level ``collectives``, where computed values are left out, by the type it moves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .placements import Mesh, Spec, SpmdError
+from .reader import parse
+from .text import INPUTS, OUTPUTS, Line, Ref, Text, Type, readable, type_text
+
+MOVES = ("aten.slice.Tensor", "aten.alias")  # what a redistribution without communication is written as
+SHOWN = 3  # names and source lines that the words give of many
+
+
+@dataclass(frozen=True)
+class Change:
+    """An input, output or value whose placement, type or arguments changed; None: it is not there."""
+
+    name: str
+    kind: str
+    old: Line | None
+    new: Line | None
+
+    @property
+    def line(self) -> Line:
+        """The new line, or the old one where it went."""
+        return self.new or self.old  # type: ignore[return-value]
+
+    @property
+    def specs(self) -> tuple[str, str]:
+        return tuple(str(k.spec) if k else "none" for k in (self.old, self.new))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """``placements`` are of inputs and outputs, ``values`` of what is computed, ``ops`` came or went.
+
+    ``added`` and ``removed`` are collectives, ``moved`` and ``resized`` pairs of them.
+    """
+
+    old: Text
+    new: Text
+    placements: tuple[Change, ...]
+    values: tuple[Change, ...]
+    ops: tuple[Change, ...]
+    added: tuple[Line, ...]
+    removed: tuple[Line, ...]
+    moved: tuple[tuple[Line, Line], ...]
+    resized: tuple[tuple[Line, Line], ...]
+
+    @property
+    def wire(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Wire bytes by axis and phase, before and after."""
+        return _pairs(self.old.wire(), self.new.wire(), 0.0)
+
+    @property
+    def memory(self) -> dict[str, tuple[int, int]]:
+        """Bytes a device by kind, before and after."""
+        return _pairs(dict(self.old.memory), dict(self.new.memory), 0)
+
+    @property
+    def wire_bytes(self) -> tuple[float, float]:
+        return sum(self.old.wire().values()), sum(self.new.wire().values())
+
+    @property
+    def header(self) -> dict[str, tuple[str, str]]:
+        """What differs of mesh and profile."""
+        found = {"mesh": (str(self.old.mesh), str(self.new.mesh)), "profile": (self.old.profile, self.new.profile)}
+        return {k: v for k, v in found.items() if v[0] != v[1]}
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing but names and source lines differs."""
+        changes: tuple[Any, ...] = (self.header, self.placements, self.values, self.ops, self.added, self.removed)
+        changed = any(a != b for pairs in (self.wire, self.memory) for a, b in pairs.values())
+        return not any((*changes, self.moved, self.resized, changed))
+
+    # --- in words -------------------------------------------------------------------------------------------
+
+    def lines(self, details: bool = False) -> list[str]:
+        """The change in words; a line begins with ``+``, ``-``, ``~`` or a space.
+
+        Changes that are alike share a line, unless ``details`` are asked for.
+        """
+        if self.same:
+            return ["  the programs are the same"]
+        old, new = self.old.mesh, self.new.mesh
+        found = [f"~ {what} {a} -> {b}".replace("mesh mesh", "mesh") for what, (a, b) in self.header.items()]
+        found += _grouped(self.placements, _placement_words, _placement_key, _placement_group, details)
+        for sign, lines, mesh in (("-", self.removed, old), ("+", self.added, new)):
+            one, many = partial(_collective_words, mesh=mesh), partial(_collectives_words, mesh=mesh)
+            found += [f"{sign} {text}" for text in _grouped(lines, one, _place, many, details)]
+        for pairs, words, verb in ((self.moved, _moved_words, "moved"), (self.resized, _resized_words, "resized")):
+            one, many = partial(words, before=old, after=new), partial(_pairs_words, verb=verb, before=old, after=new)
+            found += _grouped(pairs, one, lambda p: (_place(p[0]), _place(p[1])), many, details)
+        found += _grouped(self.ops, _op_words, lambda c: c.old is None, _ops_group, details)
+        found += _grouped(self.values, _value_words, lambda c: 0, _values_group, details)
+        return found + self.totals()
+
+    def totals(self) -> list[str]:
+        """Wire bytes and memory, where they changed."""
+        parts = [f"{axis} {phase} {_change(*v)}" for (axis, phase), v in self.wire.items() if v[0] != v[1]]
+        found = [f"  wire    {_change(*self.wire_bytes)} a device: {', '.join(parts)}"] if parts else []
+        parts = [f"{kind} {_change(*v)}" for kind, v in self.memory.items() if v[0] != v[1]]
+        return found + ([f"  memory  {', '.join(parts)}"] if parts else [])
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def json(self) -> dict[str, Any]:
+        """The same as plain data."""
+
+        def change(c: Change) -> dict[str, Any]:
+            sides = {"old": c.old, "new": c.new}
+            return {"name": c.name, "kind": c.kind} | {k: v and v.text(self.old.mesh) for k, v in sides.items()}
+
+        def collective(k: Line, mesh: Mesh) -> dict[str, Any]:
+            return {
+                "kind": k.op, "axis": k.axis, "reduce": k.reduce, "type": type_text(k.type), "spec": str(k.spec or ""),
+                "phase": k.phase, "source": k.source, "wire_bytes": k.wire_bytes(mesh),
+            }  # fmt: skip
+
+        def pairs(given: Iterable[tuple[Line, Line]]) -> list[Any]:
+            return [{"old": collective(a, self.old.mesh), "new": collective(b, self.new.mesh)} for a, b in given]
+
+        return {
+            "same": self.same,
+            "header": {k: list(v) for k, v in self.header.items()},
+            **{k: [change(c) for c in getattr(self, k)] for k in ("placements", "values", "ops")},
+            "added": [collective(k, self.new.mesh) for k in self.added],
+            "removed": [collective(k, self.old.mesh) for k in self.removed],
+            "moved": pairs(self.moved),
+            "resized": pairs(self.resized),
+            "wire": [{"axis": a, "phase": p, "old": x, "new": y} for (a, p), (x, y) in self.wire.items()],
+            "memory": {k: list(v) for k, v in self.memory.items()},
+        }
+
+
+def _pairs(old: dict[Any, Any], new: dict[Any, Any], absent: Any) -> dict[Any, tuple[Any, Any]]:
+    return {k: (old.get(k, absent), new.get(k, absent)) for k in dict.fromkeys([*old, *new])}
+
+
+def _change(old: float, new: float) -> str:
+    share = f" ({(new - old) / old:+.1%})" if old else ""
+    return f"{readable(old)} -> {readable(new)}{share}"
+
+
+def _grouped(
+    items: Iterable[Any], words: Callable[[Any], str], key: Callable[[Any], Any], group: Callable[[Any], str],
+    details: bool,
+) -> list[str]:  # fmt: skip
+    """The words of each item, or of each group of items with one key."""
+    groups = collections.defaultdict(list)
+    for item in items:
+        groups[words(item) if details else key(item)].append(item)
+    found = []
+    for members in groups.values():
+        alike = dict.fromkeys(map(words, members))
+        times = f"  (x{len(members)})" if len(members) > 1 else ""
+        found.append(next(iter(alike)) + times if len(alike) == 1 else group(members))
+    return found
+
+
+def _sources(lines: Iterable[Line]) -> str:
+    """``net.py:7,9 and loss.py:3``, the first few."""
+    files: dict[str, dict[str, None]] = {}
+    for line in lines:
+        if line.source:
+            file, _, number = line.source.rpartition(":")
+            files.setdefault(file or line.source, {})[number if file else ""] = None
+    count = sum(map(len, files.values()))
+    parts, left = [], SHOWN
+    for file, numbers in files.items():
+        if left > 0:
+            named = ",".join(filter(None, list(numbers)[:left]))
+            parts.append(f"{file}:{named}" if named else file)
+            left -= len(numbers)
+    more = f" and {count - SHOWN} more lines" if count > SHOWN else ""
+    return f" at {', '.join(parts)}{more}" if parts else ""
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _placement_key(c: Change) -> Any:
+    return c.kind, *c.specs, c.old and c.new and c.old.spec == c.new.spec and (c.old.type, c.new.type)
+
+
+def _placement_group(group: Sequence[Change]) -> str:
+    names = list(dict.fromkeys(_pattern(c.name) for c in group))
+    more = f" and {len(names) - SHOWN} more names" if len(names) > SHOWN else ""
+    return f"~ {len(group)} {group[0].kind}s, {', '.join(names[:SHOWN])}{more}: {' -> '.join(group[0].specs)}"
+
+
+def _placement_words(c: Change) -> str:
+    old, new = c.specs
+    if c.old is None or c.new is None:
+        text = f"{c.kind} {_pattern(c.name)}  {type_text(c.line.type)}  {c.line.spec or ''}"
+        return f"{'+' if c.old is None else '-'} {text}"
+    if old == new:
+        return f"~ {c.kind} {_pattern(c.name)}: {type_text(c.old.type)} -> {type_text(c.new.type)}"
+    return f"~ {c.kind} {_pattern(c.name)}: {old} -> {new}"
+
+
+def _head(k: Line) -> str:
+    return f"{k.op}[{k.axis}{f', {k.reduce}' if k.reduce else ''}]"
+
+
+def _collective_words(k: Line, mesh: Mesh) -> str:
+    return f"{_head(k)} of {type_text(k.type)}{_sources([k])}, {k.phase}: {readable(k.wire_bytes(mesh))} wire"
+
+
+def _collectives_words(group: Sequence[Line], mesh: Mesh) -> str:
+    phases = " and ".join(sorted({k.phase for k in group}, reverse=True))
+    sent = readable(sum(k.wire_bytes(mesh) for k in group))
+    return f"{len(group)} {group[0].op}[{group[0].axis}]{_sources(group)}, {phases}: {sent} wire"
+
+
+def _moved_words(pair: tuple[Line, Line], before: Mesh, after: Mesh) -> str:
+    old, new = pair
+    text = f"~ {_collective_words(old, before)} moved"
+    if _place(old) != _place(new):
+        return f"{text} to {new.op}[{new.axis}]: {readable(new.wire_bytes(after))} wire"
+    if old.source != new.source:
+        return f"{text} to {new.source or 'elsewhere'}"
+    return f"{text}: issued in another order" if old.type == new.type else f"{text} to {type_text(new.type)}"
+
+
+def _resized_words(pair: tuple[Line, Line], before: Mesh, after: Mesh) -> str:
+    old, new = pair
+    sent = f"{type_text(new.type)}, {readable(new.wire_bytes(after))} wire"
+    return f"~ {_collective_words(old, before)} resized to {sent}"
+
+
+def _pairs_words(pairs: Sequence[tuple[Line, Line]], verb: str, before: Mesh, after: Mesh) -> str:
+    old, new = [a for a, _ in pairs], [b for _, b in pairs]
+    to = f"{new[0].op}[{new[0].axis}], " if _place(old[0]) != _place(new[0]) else ""
+    sent = readable(sum(k.wire_bytes(after) for k in new))
+    return f"~ {_collectives_words(old, before)} {verb} to {to}{sent} wire"
+
+
+def _op_words(c: Change) -> str:
+    return f"{'+' if c.old is None else '-'} {c.line.op} {type_text(c.line.type)}{_sources([c.line])}"
+
+
+def _ops_group(group: Sequence[Change]) -> str:
+    lines = [c.line for c in group]
+    count = collections.Counter(k.op for k in lines)
+    more = f" and {len(count) - SHOWN} more kinds" if len(count) > SHOWN else ""
+    named = ", ".join(f"{n} {op}" if n > 1 else op for op, n in list(count.items())[:SHOWN])
+    return f"{'+' if group[0].old is None else '-'} {len(lines)} operators{_sources(lines)}: {named}{more}"
+
+
+def _value_words(c: Change) -> str:
+    text = f"~ {c.line.op}{_sources([c.line])}: "
+    (old, new), before = c.specs, c.old or c.line
+    if old != new:
+        return f"{text}{old} -> {new}"
+    if _global(before) != _global(c.line):
+        return f"{text}{type_text(before.type)} -> {type_text(c.line.type)}"
+    return f"{text}other arguments, {c.line.call().partition(' = ')[2]}"
+
+
+def _values_group(group: Sequence[Change]) -> str:
+    placed = sum(c.specs[0] != c.specs[1] for c in group)
+    what = "placed otherwise" if placed == len(group) else "of other shapes, arguments or placements"
+    return f"~ {len(group)} values{_sources(c.line for c in group)} are {what}; the first: {_value_words(group[0])[2:]}"
+
+
+# --- matching ---------------------------------------------------------------------------------------------------
+
+
+class _Side:
+    """One text: its inputs, outputs, computed values and collectives, and what stands behind each."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self.position = {id(k): i for i, k in enumerate(text.lines)}
+        self.by_name = {k.name: k for k in text.lines if k.name}
+        self.inputs = {k.label: k for k in text.lines if k.op in INPUTS}
+        self.outputs = {(k.op, k.label): k for k in text.lines if k.op in OUTPUTS}
+        self.moves = {k.name for k in text.lines if self._is_move(k)}
+        self.values = [
+            k for k in text.lines
+            if k.op not in (*INPUTS, *OUTPUTS) and not k.axis and k.name not in self.moves and k.spec is not None
+        ]  # fmt: skip
+        self.tokens: dict[str, str] = {}
+
+    def _is_move(self, line: Line) -> bool:
+        """Whether a line only changes a value's placement."""
+        if not line.args or not isinstance(line.args[0], Ref) or not isinstance(line.type, Type) or line.spec is None:
+            return False
+        operand = self.by_name.get(line.args[0].name)
+        if operand is None or not isinstance(operand.type, Type) or operand.spec is None:
+            return bool(line.axis)
+        return operand.type.shape == line.type.shape and (bool(line.axis) or line.op in MOVES)
+
+    def root(self, ref: Ref) -> Line | None:
+        """What computed the value, moves looked through; None where the text leaves it out."""
+        line = self.by_name.get(ref.name)
+        while line is not None and line.name in self.moves:
+            line = self.by_name.get(line.args[0].name)
+        return line
+
+    def token(self, ref: Ref, depth: int = 4) -> str:
+        """A value in few words: the user's name of an input, or an operator and, down a chain, its operand."""
+        line = self.root(ref)
+        if line is None:
+            return "?"
+        if line.op in INPUTS:
+            return line.label
+        used = refs(line)
+        return f"{line.op}({self.token(used[0], depth - 1)})" if len(used) == 1 and depth else line.op
+
+    def signature(self, line: Line) -> tuple[Any, ...]:
+        return (line.op, line.phase, _global(line), *map(self.token, refs(line)))
+
+
+def refs(line: Line) -> list[Ref]:
+    """A line's operands."""
+    found: list[Ref] = []
+
+    def walk(arg: Any) -> None:
+        if isinstance(arg, Ref):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            for a in arg:
+                walk(a)
+
+    walk((line.args, tuple(v for _, v in line.kwargs)))
+    return found
+
+
+def _global(line: Line) -> Any:
+    return (line.type.dtype, line.type.shape) if isinstance(line.type, Type) else None
+
+
+def _literals(line: Line) -> list[str]:
+    """A line's arguments that are no operands."""
+    return [
+        "" if isinstance(a, Ref) else re.sub(r"%\w+", "%", Line("", "", (a,)).call())
+        for a in (*line.args, *(v for _, v in line.kwargs))
+    ]
+
+
+def _aligned(old: Sequence[Line], new: Sequence[Line], keys: Sequence[Callable[[Line, bool], Any]]) -> list[Any]:
+    """Pairs of lines in program order, those equal under the first key first; then the gaps under the next."""
+    if not keys:
+        return [(k, None) for k in old] + [(None, k) for k in new]
+    a, b = [keys[0](k, True) for k in old], [keys[0](k, False) for k in new]
+    found: list[Any] = []
+    for tag, i, j, m, n in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag == "equal":
+            found += zip(old[i:j], new[m:n], strict=True)
+        else:
+            found += _aligned(old[i:j], new[m:n], keys[1:])
+    return found
+
+
+def diff(old: Any, new: Any) -> Diff:
+    """What changed from ``old`` to ``new``: programs, or texts of them.
+
+    Texts of two levels are compared at the coarser.  Raises `SpmdError` for what is no program's text.
+    """
+    texts = [_text_of(old), _text_of(new)]
+    levels = {t.level for t in texts}
+    if "summary" in levels:
+        raise SpmdError("a summary holds no collectives; compare texts of level 'collectives' or 'full'")
+    if "collectives" in levels:
+        texts = [t.at("collectives") for t in texts]
+    a, b = map(_Side, texts)
+    values, ops = [], []
+    same: dict[str, str] = {k.name: b.inputs[label].name for label, k in a.inputs.items() if label in b.inputs}
+    sides = {True: a, False: b}
+    keys: list[Callable[[Line, bool], Any]] = [
+        lambda k, first: sides[first].signature(k),
+        lambda k, first: (k.op, k.phase, _global(k)),
+        lambda k, first: (k.op, k.phase),
+        lambda k, first: (k.phase, _global(k)),
+    ]
+    for x, y in _aligned(a.values, b.values, keys):
+        if x is None or y is None:
+            ops.append(Change((x or y).name, "op", x, y))
+            continue
+        same[x.name] = y.name
+        placed = x.spec == y.spec and a.text.mesh == b.text.mesh
+        if x.spec != y.spec or _global(x) != _global(y) or (placed and _literals(x) != _literals(y)):
+            values.append(Change(y.name, "value", x, y))
+    matched, removed, added = _match_collectives(a, b, same)
+    stays = _in_order([(a.position[id(x)], b.position[id(y)]) for x, y in matched])
+    moved = [p for p, kept in zip(matched, stays, strict=True) if not kept or _place(p[0]) != _place(p[1])]
+    resized = [p for p in matched if p not in moved and p[0].wire_bytes(a.text.mesh) != p[1].wire_bytes(b.text.mesh)]
+    return Diff(
+        a.text, b.text, tuple(_placements(a, b)), tuple(values), tuple(ops), tuple(added), tuple(removed), tuple(moved),
+        tuple(resized),
+    )  # fmt: skip
+
+
+def _text_of(given: Any) -> Text:
+    if isinstance(given, Text):
+        return given
+    if isinstance(given, str):
+        return parse(given)
+    if callable(getattr(given, "text", None)):
+        return parse(given.text())
+    raise SpmdError(f"expected a program or its text, got {type(given).__name__}")
+
+
+def _placements(a: _Side, b: _Side) -> list[Change]:
+    """Inputs and outputs that came, went or changed; gradients that follow their parameters are not repeated."""
+    found = []
+    follows: dict[str, tuple[Spec | None, Spec | None]] = {}
+    for label, (x, y) in _pairs(a.inputs, b.inputs, None).items():
+        follows[label] = (x and x.spec, y and y.spec)
+        if x is None or y is None or x.spec != y.spec or _global(x) != _global(y):
+            found.append(Change(label, (y or x).op, x, y))
+    for (kind, label), (x, y) in _pairs(a.outputs, b.outputs, None).items():
+        specs = (x and x.spec, y and y.spec)
+        if specs[0] != specs[1] and (kind == "output" or follows.get(label) != specs):
+            found.append(Change(label, kind, x, y))
+    return found
+
+
+def _place(line: Line) -> tuple[str, str]:
+    return line.op, line.axis
+
+
+def _match_collectives(a: _Side, b: _Side, same: dict[str, str]) -> tuple[list[tuple[Line, Line]], Any, Any]:
+    """``(pairs, removed, added)``: by what is done to which value; then whatever agrees in less."""
+
+    def value(side: _Side, k: Line) -> str | None:
+        root = side.root(k.args[0])
+        if root is None:
+            return None
+        return root.name if side is b else same.get(root.name, f"old {root.name}")
+
+    def known(side: _Side, k: Line) -> Any:
+        return value(side, k) or _global(k)
+
+    def whole(side: _Side, k: Line) -> Any:
+        return k.op, k.axis, k.reduce, k.phase, known(side, k), str(k.spec)
+
+    def on_a_value(side: _Side, k: Line) -> Any:
+        return k.op, k.axis, k.reduce, k.phase, known(side, k)
+
+    def elsewhere(side: _Side, k: Line) -> Any:
+        return k.op, k.axis, k.reduce, k.phase, _global(k)
+
+    def another_axis(side: _Side, k: Line) -> Any:
+        return k.op, k.phase, known(side, k)
+
+    pairs: list[tuple[Line, Line]] = []
+    left, right = list(a.text.collectives), list(b.text.collectives)
+    for key in (whole, on_a_value, elsewhere, another_axis):
+        queue: dict[Any, collections.deque[Line]] = collections.defaultdict(collections.deque)
+        for k in right:
+            queue[key(b, k)].append(k)
+        rest = []
+        for k in left:
+            waiting = queue.get(key(a, k))
+            pairs.append((k, waiting.popleft())) if waiting else rest.append(k)
+        taken = {id(y) for _, y in pairs}
+        left, right = rest, [k for k in right if id(k) not in taken]
+    return sorted(pairs, key=lambda p: a.position[id(p[0])]), left, right
+
+
+def _in_order(pairs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Which of the pairs, ascending in the first, are of the longest run that ascends in the second too."""
+    tails: list[int] = []
+    length = []
+    for _, y in pairs:
+        at = bisect.bisect_left(tails, y)
+        tails[at : at + 1] = [y]
+        length.append(at)
+    kept, want = [False] * len(pairs), len(tails) - 1
+    for i in reversed(range(len(pairs))):
+        if length[i] == want:
+            kept[i], want = True, want - 1
+    return kept
