@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cost import Memory, Profile, profile_of
+from ..cost import Profile, profile_of
 from ..ir import Captured, Partitioned
+from ..memory import Memory, held
 from . import annotate, partition, propagate, simplify, unmerge
 
 
@@ -34,9 +35,14 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
     """
     profile = profile_of(options.profile)
     annotated = unmerge.run(annotate.run(captured))
-    plan = propagate.run(annotated, annotated.mesh, profile, options.memory)
-    local = partition.run(annotated, plan, annotated.mesh, profile)
-    local = simplify.run(local)
+
+    def written(plan: propagate.Plan) -> Partitioned:
+        return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
+
+    def holds(plan: propagate.Plan) -> dict[str, int]:
+        return held(written(plan), options.memory.states if options.memory is not None else 0.0)
+
+    local = written(propagate.run(annotated, annotated.mesh, profile, options.memory, holds))
     if options.verify:
         from ..verify import verify
 

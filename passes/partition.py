@@ -125,6 +125,10 @@ class _Partitioner:
         phase = user.meta.get("phase", "forward") if user is not None else value.meta.get("phase", "forward")
         key = (source, r, phase if source in self.params else "")
         node, spec = self.values[source, r]
+        if phase == "backward" and key not in self.copies and source in self.plan.kept:
+            spec = self.plan.kept[source]
+            node = self._obtain(source, spec, None)
+            node.meta["kept"] = True
         copies = self.copies.setdefault(key, {spec: node})
         return self._copy(key, copies, wanted, user)
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..cost import Memory, Profile
+from ..blend import blended, cheapest_at, counted, parts
+from ..cost import Profile
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
+from ..memory import Found, Memory, cheapest_within
 from ..placements import Mesh, Spec, SpmdError
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..redistribute import Move
@@ -26,7 +32,10 @@ _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd:
 
 @dataclass
 class Plan:
-    """What `run` decided: for each node its rule and choice, for each value and phase the moves of its copies."""
+    """What `run` decided: for each node its rule and choice, for each value and phase the moves of its copies.
+
+    ``kept`` has the parameters of which the backward takes the forward's copy, with the spec of that.
+    """
 
     rules: dict[Node, Rule]
     choice: dict[Node, Choice]
@@ -34,11 +43,33 @@ class Plan:
     outputs: list[Spec | None]
     solution: Solution
     replicated_ops: tuple[str, ...]
+    kept: dict[Node, Spec]
 
 
-def run(captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None = None) -> Plan:
-    """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least (within ``memory``)."""
-    return _Builder(captured, mesh, profile, memory).plan()
+def run(
+    captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None = None,
+    holds: Callable[[Plan], Mapping[str, float]] | None = None,
+) -> Plan:  # fmt: skip
+    """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least.
+
+    Within ``memory``: ``holds`` gives the bytes a device of a plan, by kind.
+    """
+    builder = _Builder(captured, mesh, profile, memory)
+    if memory is None or holds is None:
+        return builder.plan(solve(builder.problem))
+
+    def found(solution: Solution) -> Found[Plan]:
+        plan = builder.plan(solution)
+        return Found(plan, holds(plan), counted(builder.problem, solution), solution.price, solution.bound)
+
+    def between(small: Plan, cheap: Plan) -> list[Callable[[], Found[Plan]]]:
+        a, b = small.solution, cheap.solution
+        taken = parts(builder.problem, a, b)
+        return [functools.partial(lambda n: found(blended(builder.problem, a, b, taken[:n])), n + 1)
+                for n in range(len(taken) - 1)]  # fmt: skip
+
+    plan, bound = cheapest_within(lambda rate: found(cheapest_at(builder.problem, rate)), between, memory.budget)
+    return dataclasses.replace(plan, solution=dataclasses.replace(plan.solution, bound=bound))
 
 
 class _Builder:
@@ -47,7 +78,7 @@ class _Builder:
         self.graph: Graph = captured.graph.graph
         self.inputs = {n: i for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
         self.trained = {o.of for o in captured.outputs if o.kind == "grad"}
-        self.problem = Problem(mesh, profile, budget=None if memory is None else memory.budget)
+        self.problem = Problem(mesh, profile)
         self.rules: dict[Node, Rule] = {}
         self.index: dict[Node, int] = {}
         self.hubs: dict[tuple[Node, int, str], Hub] = {}
@@ -59,8 +90,10 @@ class _Builder:
         self.given = {n: rule_of(n) for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n)}
         self.uneven = self._uneven()
         self.problem.uneven = self.uneven
+        self.keeps: dict[Node, int] = {}
+        self.sinks = self._build()
 
-    def plan(self) -> Plan:
+    def _build(self) -> list[int | None]:
         inputs = iter(self.captured.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -71,16 +104,21 @@ class _Builder:
             elif node.op == "call_function" and not is_getitem(node):
                 self._add_call(node)
         sinks = self._add_outputs()
+        if self.memory is not None:
+            self._add_keeps()
         self.problem.hubs = list(self.hubs.values())
         used = collections.Counter(h.source[0] for h in self.problem.hubs)
         for i, variable in enumerate(self.problem.variables):
             variable.sole = used[i] == 1
-        solution = solve(self.problem)
-        picked = {n: self.problem.variables[i].choices[solution.choices[i]] for n, i in self.index.items()}
+        return sinks
+
+    def plan(self, solution: Solution) -> Plan:
+        made = [v.choices[c] for v, c in zip(self.problem.variables, solution.choices, strict=True)]
+        picked = {n: made[i] for n, i in self.index.items()}
         trees = dict(zip(self.hubs, solution.trees, strict=True))
-        outputs = [None if i is None else self.problem.variables[i].choices[solution.choices[i]].operands[0]
-                   for i in sinks]  # fmt: skip
-        return Plan(self.rules, picked, trees, outputs, solution, tuple(dict.fromkeys(self.fallback)))
+        outputs = [None if i is None else made[i].operands[0] for i in self.sinks]
+        kept = {n: spec for n, i in self.keeps.items() if (spec := made[i].operands[1]) != picked[n].results[0]}
+        return Plan(self.rules, picked, trees, outputs, solution, tuple(dict.fromkeys(self.fallback)), kept)
 
     # --- variables ---------------------------------------------------------------------------------------------
 
@@ -160,7 +198,10 @@ class _Builder:
             self._want(o, (index, i), node.meta.get("phase", "forward"))
 
     def _held(self, node: Node, picks: tuple[Choice, ...]) -> np.ndarray | None:
-        """Bytes that each choice of a node holds: an input for good, what the backward reads until then."""
+        """Bytes that each choice of a node holds at least: an input for good, what the backward reads until then.
+
+        (A partial value may be kept as the piece that a reduce-scatter makes of it.)
+        """
         if self.memory is None or not results(node):
             return None
         times, saved = 1.0, [0]
@@ -176,7 +217,7 @@ class _Builder:
         for r in saved:
             value = results(node)[r]
             if value is not None:
-                shards = [c.results[r].shards(self.mesh) for c in picks]  # type: ignore[union-attr]
+                shards = [_pieces(c.results[r], self.mesh) for c in picks]
                 held += times * nbytes(value) / np.array(shards)
         return held
 
@@ -189,6 +230,34 @@ class _Builder:
             kept = results(source)[r]
             self.hubs[key] = Hub((self.index[source], r), [], tuple(int(s) for s in kept.shape), kept.element_size())
         self.hubs[key].consumers.append(consumer)
+
+    def _add_keeps(self) -> None:
+        """Between the two phases of a parameter: the backward starts from the parameter's own piece, as the forward
+        did, or from a copy of the forward's, which is then held until the backward and never made again."""
+        for place, r, phase in list(self.hubs):
+            if phase != "backward" or (place, r, "forward") not in self.hubs:
+                continue
+            value = place.meta["val"]
+            pairs = [(s, k) for c in self.problem.variables[self.index[place]].choices
+                     if (s := c.results[0]) is not None for k in _gathered(s)]  # fmt: skip
+            if all(s == k for s, k in pairs):
+                continue
+            self.keeps[place] = index = len(self.problem.variables)
+            domain = tuple(Choice((s, k), (k,)) for s, k in pairs)
+            held = [0.0 if s == k else nbytes(value) / k.shards(self.mesh) for s, k in pairs]
+            self.problem.variables.append(
+                Variable(f"{place.name}.keep", self.domains.setdefault(domain, domain), np.zeros(len(pairs)),
+                         memory=np.array(held))
+            )  # fmt: skip
+            self._tie(place).consumers.append((index, 0))
+            self.hubs[place, r, "forward"].consumers.append((index, 1))
+            self.hubs[place, r, "backward"].source = (index, 0)
+
+    def _tie(self, place: Node) -> Hub:
+        """The hub through which others follow the spec of an input."""
+        value = place.meta["val"]
+        tie = Hub((self.index[place], 0), [], tuple(value.shape), value.element_size(), tied=True)
+        return self.hubs.setdefault((place, 0, "tie"), tie)
 
     def _add_call(self, node: Node) -> None:
         used = list(operands(node))
@@ -269,9 +338,7 @@ class _Builder:
                 taken = self.problem.variables[self.index[place]].choices
                 specs = [s for c in taken if (s := c.results[0]) is not None]
                 domain = tuple(Choice((s, s), (s,)) for s in specs)
-                value_of = place.meta["val"]
-                tie = Hub((self.index[place], 0), [], tuple(value_of.shape), value_of.element_size(), tied=True)
-                self.hubs.setdefault((place, 0, "tie"), tie).consumers.append((index, 1))
+                self._tie(place).consumers.append((index, 1))
             else:
                 domain = tuple(Choice((s,), (s,)) for s in specs)
             self.problem.variables.append(
@@ -334,6 +401,23 @@ class _Builder:
             local.append(place)
         emit_choice(scratch, self.mesh, mode, node, r, c, local)
         return self.profile.collectives(self.mesh, scratch.nodes)
+
+
+def _pieces(spec: Spec | None, mesh: Mesh) -> int:
+    """Into how many pieces a value may be cut without a gather."""
+    return 1 if spec is None else spec.shards(mesh) * math.prod(mesh[a] for a in spec.partial_axes())
+
+
+def _gathered(spec: Spec) -> list[Spec]:
+    """``spec``, and what gathers on some of its axes make of it."""
+    cut = [a for axes in spec.sharding.values() for a in axes]
+    found = []
+    for n in range(len(cut) + 1):
+        for gone in itertools.combinations(cut, n):
+            placements = tuple(Replicate() if a in gone else p for a, p in zip(spec.axes, spec.placements, strict=True))
+            nesting = tuple(tuple(a for a in axes if a not in gone) for axes in spec.nesting)
+            found.append(Spec(spec.axes, placements, tuple(axes for axes in nesting if len(axes) > 1)))
+    return found
 
 
 def _is_view(node: Node) -> bool:

@@ -18,7 +18,8 @@ def run(partitioned: Partitioned) -> tuple[GraphModule, GraphModule | None]:
     the forward outputs and what the backward needs, and its backward (None where nothing needs a gradient), which
     takes that and the tangents and returns the gradients.
 
-    What is saved is the cheapest cut (in bytes).  A gathered parameter is never saved: it is gathered again.
+    What is saved is the cheapest cut (in bytes).  A gathered parameter is gathered again, not saved, unless the plan
+    keeps it.
     """
     gm = GraphModule(partitioned.graph, copy.deepcopy(partitioned.graph.graph))
     if len(partitioned.outputs) == partitioned.num_forward_outputs:
@@ -58,7 +59,8 @@ def _recompute_gathers(gm: GraphModule, partitioned: Partitioned) -> None:
         if node.op == "call_function" and used and all(n in from_params for n in used):
             from_params[node] = is_collective(node) or any(from_params[n] for n in used)
     for node in reversed(list(from_params)):
-        if from_params[node] and {u.meta.get("phase") for u in node.users} == {"forward", "backward"}:
+        phases = {u.meta.get("phase") for u in node.users}
+        if from_params[node] and not node.meta.get("kept") and phases == {"forward", "backward"}:
             chain = [node]
             while chain:
                 member = chain.pop()

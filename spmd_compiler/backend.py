@@ -16,6 +16,7 @@ from .cost import Profile, profile_of
 from .dtensors import device_mesh
 from .joint import Front, OutputIndex
 from .lower import compile_alone
+from .memory import Memory
 from .placements import SpmdError
 from .runtime import Runner, compile_halves
 
@@ -26,12 +27,16 @@ class BackendOptions:
 
     ``profile`` prices the plan (a name or a `Profile`; None: the device at hand), ``verify`` re-derives and
     simulates it, ``lower`` is ``"inductor"`` or ``"eager"``, ``mesh`` is the mesh of a program without DTensors.
+    Within ``memory_budget`` bytes a device, which count ``optimizer_states`` times the bytes of what trains, gathered
+    parameters are kept for the backward where that pays.
     """
 
     profile: str | Profile | None = None
     verify: bool = False
     lower: str = "inductor"
     mesh: Any = None
+    memory_budget: float | None = None
+    optimizer_states: float = 2.0
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> BackendOptions:
@@ -61,7 +66,8 @@ def spmd(
     front = capture_graph(gm, mesh)
     if front is None:
         return _plain(gm, example_inputs, chosen)
-    program = passes.run(front.captured, passes.Options(chosen.profile, chosen.verify, chosen.lower))
+    memory = None if chosen.memory_budget is None else Memory(chosen.memory_budget, chosen.optimizer_states)
+    program = passes.run(front.captured, passes.Options(chosen.profile, chosen.verify, chosen.lower, memory))
     halves = compile_halves(program, front.device_mesh, chosen.lower)
     run = Runner(
         program, halves, front.device_mesh, is_global=front.is_global, differentiable=front.differentiable

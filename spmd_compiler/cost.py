@@ -72,17 +72,6 @@ class Profile:
         return max(flops / rate, nbytes / self.memory) + self.launch
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What a device may hold: ``budget`` bytes of parameters, gradients, optimizer states and live activations.
-
-    A parameter that trains brings its gradient, and ``states`` times its own bytes of optimizer states (AdamW: 2).
-    """
-
-    budget: float
-    states: float = 2.0
-
-
 _NVLINK = Link(4e-6, 370e9)
 PROFILES = {
     "h100": Profile("h100", {2: 660e12, 4: 330e12, 8: 50e12}, 2.8e12, 1.5e-6, _NVLINK, Link(9e-6, 42e9)),

@@ -14,11 +14,12 @@ import torch
 from . import passes
 from .capture import Binding, capture_function, untraced
 from .collectives import Collective, collectives
-from .cost import Memory, Profile
-from .ir import Partitioned, nbytes, results
+from .cost import Profile
+from .ir import Partitioned
+from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
 from .runtime import direct
-from .text import LEVELS, Text, readable, summary
+from .text import LEVELS, Text, summary
 from .verify import simulate_outputs, verify
 
 
@@ -75,32 +76,9 @@ class Program:
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
-        """Bytes a device holds: ``parameters``, ``gradients``, ``optimizer`` states (where a budget counts them) and
-        ``activations`` (their peak along the schedule)."""
-        found = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
-        graph = self.local.graph.graph
-        places = [n for n in graph.nodes if n.op == "placeholder"]
-        for node, i in zip(places, self.local.inputs, strict=True):
-            if i.kind in ("param", "buffer"):
-                found["parameters"] += nbytes(node.meta["val"])
-        out = next(n for n in reversed(graph.nodes) if n.op == "output")
-        for value, o in zip(out.args[0], self.local.outputs, strict=True):
-            if o.kind == "grad" and value is not None:
-                found["gradients"] += nbytes(value.meta["val"])
-                if self.local.inputs[o.of or 0].kind == "param":
-                    found["optimizer"] += round(self.states * nbytes(value.meta["val"]))
-        users = {n: set(n.users) for n in graph.nodes}
-        live = 0
-        for node in graph.nodes:
-            if node.op == "call_function" and not getattr(node.target, "is_view", False):
-                live += sum(map(nbytes, results(node)))
-            found["activations"] = max(found["activations"], live)
-            for used in node.all_input_nodes:
-                users[used].discard(node)
-                view = getattr(used.target, "is_view", False)
-                if not users[used] and used.op == "call_function" and not view:
-                    live -= sum(map(nbytes, results(used)))
-        return found
+        """Bytes a device holds: ``parameters`` and buffers, ``gradients``, ``optimizer`` states (where a budget counts
+        them) and ``activations`` (inputs and the values between, at their peak along the schedule)."""
+        return held(self.local, self.states)
 
     def verify(self) -> None:
         """Re-derive every spec and compare all simulated ranks with the global graph (raises on a difference)."""
@@ -244,18 +222,6 @@ def export(
         model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name
     )
     chosen.check()
-    if memory_budget is None:
-        return Program(passes.run(captured, passes.Options(profile, verify)), binding, backward)
-    # the solver counts what is saved for the backward; the schedule's peak is known when the plan is written
-    left = memory_budget
-    for _ in range(4):
-        options = passes.Options(profile, verify, memory=Memory(left, optimizer_states))
-        program = Program(passes.run(captured, options), binding, backward, optimizer_states)
-        excess = sum(program.memory.values()) - memory_budget
-        if excess <= 0:
-            return program
-        left -= excess
-    raise SpmdError(
-        f"no plan was found within the memory budget of {readable(memory_budget)}; the last holds "
-        + ", ".join(f"{readable(n)} of {kind}" for kind, n in program.memory.items())
-    )
+    memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
+    local = passes.run(captured, passes.Options(profile, verify, memory=memory))
+    return Program(local, binding, backward, 0.0 if memory is None else optimizer_states)

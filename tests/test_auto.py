@@ -19,6 +19,17 @@ class Net(nn.Module):
         return (self.down(self.up(x).relu()) * self.scale).square().mean()
 
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).sigmoid()
+        return x.square().mean()
+
+
 def plan(model, x, **options):
     return spmd.export(model, (x,), mesh={"a": 4}, placements={"*": "auto"}, backward=True, profile="h100", **options)
 
@@ -68,6 +79,32 @@ def test_placements_given_stay():
     )  # fmt: skip
     assert program.placements["up.weight"]["a"] == Shard(1)
     equal_to_one_device(program, model, x)
+
+
+def gathers(program):
+    return [c.phase for c in program.collectives if c.kind == "all_gather"]
+
+
+@pytest.mark.parametrize("mesh", [{"a": 4}, {"a": 2, "b": 2}, {"a": 1, "b": 2}])
+def test_gathered_parameters_are_kept_where_memory_allows(mesh):
+    """Sharded parameters and a large batch: ZeRO-2's traffic with memory to spare, ZeRO-3's without."""
+    model, x = Deep(), torch.randn(128, 32)
+    cut = {"x": {a: Shard(0) for a in mesh}, "*weight": {a: Shard(0) for a in mesh}}
+
+    def planned(budget):
+        return spmd.export(model, (x,), mesh=mesh, placements=cut, backward=True, profile="bytes", memory_budget=budget)
+
+    kept = planned(1e9)
+    assert set(gathers(kept)) == {"forward"}
+    needed = sum(kept.memory.values())
+    again = planned(needed - 1000)
+    assert sum(again.memory.values()) <= needed - 1000
+    assert again.price > kept.price and kept.gap == 0.0
+    # one layer of the three equal ones is enough
+    assert gathers(again).count("backward") == sum(n > 1 for n in mesh.values())
+    for program in (kept, again):
+        equal_to_one_device(program, model, x)
+        program.verify()
 
 
 def placed(budget):

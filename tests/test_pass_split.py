@@ -27,13 +27,14 @@ class Net(nn.Module):
         return checkpoint(self.hidden, x, use_reentrant=False) if self.checkpointed else self.hidden(x)
 
 
-def program_of(model, placements):
+def program_of(model, placements, **options):
     """The program of a compiled model on four ranks, and its result, with a batch sharded over them."""
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     parallelize(model, mesh, placements)
     x = distribute_tensor(torch.randn(512, 64), mesh, [Shard(0)])
-    out = torch.compile(model, backend="spmd", fullgraph=True, options={"lower": "eager", "profile": "bytes"})(x)
+    options |= {"lower": "eager", "profile": "bytes"}
+    out = torch.compile(model, backend="spmd", fullgraph=True, options=options)(x)
     return out.grad_fn.runner.program, out
 
 
@@ -58,6 +59,21 @@ def check_gathered_parameters():
     assert names == [n.name for n in program.graph.graph.nodes]
 
 
+def check_kept_gathers():
+    """With memory to spare a parameter's copy is kept for the backward: saved, and not gathered again."""
+    grads = []
+    for options in ({}, {"memory_budget": 1e9}):
+        torch.manual_seed(0)
+        model = Net()
+        program, out = program_of(model, {"*": {"dp": Shard(0)}}, **options)
+        forward, backward = split.run(program)
+        kept = [n for n in saved_of(program, forward) if tuple(n.meta["val"].shape) == (64, 64)]
+        assert (len(kept), kinds(backward).count("all_gather")) == ((1, 0) if options else (0, 1))
+        out.full_tensor().sum().backward()
+        grads.append(model.up.weight.grad.full_tensor())
+    torch.testing.assert_close(grads[0], grads[1])
+
+
 def check_checkpointing():
     sizes, grads = [], []
     for checkpointed in (False, True):
@@ -74,6 +90,10 @@ def check_checkpointing():
 
 def test_gathered_parameters_are_not_saved(gloo4):
     gloo4(check_gathered_parameters)
+
+
+def test_gathered_parameters_are_saved_where_the_plan_keeps_them(gloo4):
+    gloo4(check_kept_gathers)
 
 
 def test_activation_checkpointing(gloo4):

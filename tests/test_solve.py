@@ -8,7 +8,9 @@ import random
 import numpy as np
 import pytest
 
+from spmd_compiler.blend import blended, cheapest_at, parts
 from spmd_compiler.cost import PROFILES
+from spmd_compiler.memory import Found, cheapest_within
 from spmd_compiler.placements import Mesh, Spec, SpmdError
 from spmd_compiler.problem import Hub, Problem, Variable
 from spmd_compiler.redistribute import move_price, moves
@@ -114,12 +116,12 @@ def held(p, picks):
     return sum(float(v.memory[c]) for v, c in zip(p.variables, picks, strict=True) if v.memory is not None)
 
 
-def brute_force(p):
+def brute_force(p, budget=math.inf):
     cached = functools.cache(lambda origin, wanted: steiner(p.mesh, origin, wanted))
     best = math.inf
     for picks in itertools.product(*(range(len(v.choices)) for v in p.variables)):
         total = sum(v.compute[c] for v, c in zip(p.variables, picks, strict=True))
-        if p.budget is not None and held(p, picks) > p.budget:
+        if held(p, picks) > budget:
             continue
         for h in p.hubs:
             if total >= best:
@@ -151,16 +153,28 @@ def test_a_budget_is_kept_and_the_bound_holds(seed):
     free = solve(p)
     least = sum(float(v.memory.min()) for v in p.variables if v.memory is not None)
     most = held(p, free.choices)
+
+    def found_of(found):
+        return Found(found, {"all": held(p, found.choices)}, held(p, found.choices), found.price, found.bound)
+
+    def at(rate):
+        return found_of(cheapest_at(p, rate))
+
+    def between(small, cheap):
+        taken = parts(p, small, cheap)
+        made = [blended(p, small, cheap, taken[:n]) for n in range(len(taken) + 1)]
+        assert (made[0].price, made[-1].price) == pytest.approx((small.price, cheap.price), rel=1e-9)
+        return [lambda m=m: found_of(m) for m in made[1:-1]]
+
     for part in (0.0, 0.3, 0.7):
-        p.budget = least + part * (most - least)
-        expected = brute_force(p)
+        budget = (least + part * (most - least)) * (1 + 1e-12)
+        expected = brute_force(p, budget)
         assert math.isfinite(expected)
-        found = solve(p)
-        assert held(p, found.choices) <= p.budget * (1 + 1e-9)
-        assert found.bound <= expected * (1 + 1e-9) <= found.price * (1 + 2e-9)
-    p.budget = least * 0.9
+        found, bound = cheapest_within(at, between, budget)
+        assert held(p, found.choices) <= budget
+        assert bound <= expected * (1 + 1e-9) <= found.price * (1 + 2e-9)
     with pytest.raises(SpmdError, match="memory budget"):
-        solve(p)
+        cheapest_within(at, between, least * 0.9)
 
 
 def test_same_problem_same_answer():

@@ -25,7 +25,7 @@ class Block(torch.nn.Module):
 
 EXPECTED = """\
 program "block"  mesh(dp=2, tp=4)  profile bytes
-memory parameters 2.00 KiB (2048 B), gradients 0 B, optimizer 0 B, activations 512 B
+memory parameters 2.00 KiB (2048 B), gradients 0 B, optimizer 0 B, activations 768 B
 %up_weight = param "up.weight"                               f32[64, 16 | 16, 16]  {dp: R, tp: S(0)}
 %down_weight = param "down.weight"                             f32[16, 64 | 16, 16]  {dp: R, tp: S(1)}
 %x = input "x"                                       f32[8, 16 | 4, 16]    {dp: S(0), tp: R}
