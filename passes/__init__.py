@@ -33,18 +33,21 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
-    profile = profile_of(options.profile)
-    annotated = unmerge.run(annotate.run(captured))
-
-    def written(plan: propagate.Plan) -> Partitioned:
-        return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
-
-    def holds(plan: propagate.Plan) -> dict[str, int]:
-        return held(written(plan), options.memory.states if options.memory is not None else 0.0)
-
-    local = written(propagate.run(annotated, annotated.mesh, profile, options.memory, holds))
+    local = plan(unmerge.run(annotate.run(captured)), profile_of(options.profile), options.memory)
     if options.verify:
         from ..verify import verify
 
         verify(local)
     return local
+
+
+def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) -> Partitioned:
+    """Partition a graph that is annotated already."""
+
+    def written(plan: propagate.Plan) -> Partitioned:
+        return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
+
+    def holds(plan: propagate.Plan) -> dict[str, int]:
+        return held(written(plan), memory.states if memory is not None else 0.0)
+
+    return written(propagate.run(annotated, annotated.mesh, profile, memory, holds))

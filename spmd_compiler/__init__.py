@@ -13,20 +13,25 @@ from torch.distributed.tensor import (
 
 from .annotations import constrain
 from .collectives import Collective
+from .contracts import ContractError
 from .cost import PROFILES, Link, Profile
 from .diff import Diff, diff
+from .explain import Alternative, Explanation
 from .local_map import local_map
 from .parallelize import parallelize
 from .placements import Mesh, Spec, SpmdError
-from .program import Program, export
+from .program import Program, explain, export
 from .rules import register_rule
 
 __all__ = [
     "PROFILES",
+    "Alternative",
     "Collective",
+    "ContractError",
     "DTensor",
     "DeviceMesh",
     "Diff",
+    "Explanation",
     "Link",
     "Mesh",
     "Partial",
@@ -40,6 +45,7 @@ __all__ = [
     "diff",
     "distribute_module",
     "distribute_tensor",
+    "explain",
     "export",
     "init_device_mesh",
     "local_map",

@@ -12,8 +12,10 @@ from torch.fx import GraphModule
 
 from . import dynamo, passes
 from .capture import capture_graph
+from .contracts import Contract
 from .cost import Profile, profile_of
 from .dtensors import device_mesh
+from .explain import enforce
 from .joint import Front, OutputIndex
 from .lower import compile_alone
 from .memory import Memory
@@ -28,7 +30,8 @@ class BackendOptions:
     ``profile`` prices the plan (a name or a `Profile`; None: the device at hand), ``verify`` re-derives and
     simulates it, ``lower`` is ``"inductor"`` or ``"eager"``, ``mesh`` is the mesh of a program without DTensors.
     Within ``memory_budget`` bytes a device, which count ``optimizer_states`` times the bytes of what trains, gathered
-    parameters are kept for the backward where that pays.
+    parameters are kept for the backward where that pays.  ``forbid``, ``expect``, ``max_wire_bytes`` and ``max_memory``
+    are a contract, as `export` takes it.
     """
 
     profile: str | Profile | None = None
@@ -37,6 +40,10 @@ class BackendOptions:
     mesh: Any = None
     memory_budget: float | None = None
     optimizer_states: float = 2.0
+    forbid: Any = None
+    expect: Any = None
+    max_wire_bytes: float | str | None = None
+    max_memory: float | str | None = None
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> BackendOptions:
@@ -50,7 +57,11 @@ class BackendOptions:
         if options.lower not in ("inductor", "eager"):
             raise SpmdError(f"option lower={options.lower!r}: use 'inductor' or 'eager'")
         profile_of(options.profile)
+        options.contract()
         return options
+
+    def contract(self) -> Contract:
+        return Contract.of(self.forbid, self.expect, self.max_wire_bytes, self.max_memory)
 
 
 @dynamo.register_backend
@@ -68,6 +79,7 @@ def spmd(
         return _plain(gm, example_inputs, chosen)
     memory = None if chosen.memory_budget is None else Memory(chosen.memory_budget, chosen.optimizer_states)
     program = passes.run(front.captured, passes.Options(chosen.profile, chosen.verify, chosen.lower, memory))
+    enforce(program, chosen.contract(), 0.0 if memory is None else memory.states, memory)
     halves = compile_halves(program, front.device_mesh, chosen.lower)
     run = Runner(
         program, halves, front.device_mesh, is_global=front.is_global, differentiable=front.differentiable

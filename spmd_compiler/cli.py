@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from .contracts import Limits
+from .contracts import ContractError, Limits
 from .cost import PROFILES, read_toml
 from .diff import diff as compare
 from .placements import SpmdError
@@ -41,12 +41,20 @@ def main() -> None:
 @click.option("--placements", "file", type=click.Path(exists=True, dir_okay=False), help="Placements by name, as TOML.")
 @click.option("--backward/--no-backward", default=None, help="The first output is a loss; plan its gradients too.")
 @click.option("--level", type=click.Choice(LEVELS), default="full", show_default=True, help="How much to print.")
-def plan(target: str, mesh: str, profile: str | None, file: str | None, backward: bool | None, level: str) -> None:
+@click.option("--forbid", multiple=True, metavar="KIND[AXIS]", help="Collectives there must be none of (repeatable).")
+@click.option("--expect", multiple=True, metavar="KIND[AXIS]=N", help="How many there must be (repeatable).")
+@click.option("--max-wire", metavar="BYTES", help="What a device may send: 10MiB.")
+@click.option("--max-memory", metavar="BYTES", help="What a device may hold: 60GiB.")
+def plan(
+    target: str, mesh: str, profile: str | None, file: str | None, backward: bool | None, level: str,
+    forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None,
+) -> None:  # fmt: skip
     """Plan what FUNCTION returns and print the program.
 
     FUNCTION takes no arguments and gives what `spmd_compiler.export` takes: a tuple (model or function, args[,
     kwargs]), or a dict of export's own arguments.  What the options say replaces what the dict says.  Build
-    large models under torch.device("meta"): nothing is allocated.
+    large models under torch.device("meta"): nothing is allocated.  A broken contract (--forbid, --expect, --max-wire,
+    --max-memory) is explained, and the exit code is 2.
     """
     try:
         asked = _arguments(_load(target)())
@@ -57,7 +65,12 @@ def plan(target: str, mesh: str, profile: str | None, file: str | None, backward
             asked["profile"] = profile
         if backward is not None:
             asked["backward"] = backward
+        contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}
+        asked |= {k: v for k, v in contract.items() if v}
         program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
+    except ContractError as error:
+        click.secho(f"Error: {error}", err=True)
+        sys.exit(2)
     except SpmdError as error:
         raise click.ClickException(str(error)) from None
     click.echo(_shown(program, level), nl=False)
@@ -112,6 +125,17 @@ def diff(
         for limit in limits:
             click.secho(f"! {limit}", fg="red", bold=True)
     sys.exit(2 if limits else 0 if found.same else 1)
+
+
+def _counts(given: tuple[str, ...]) -> dict[str, int]:
+    """``("all_reduce[tp]=4",)`` -> ``{"all_reduce[tp]": 4}``."""
+    found = {}
+    for text in given:
+        name, _, count = text.rpartition("=")
+        if not count.strip().isdigit():
+            raise click.BadParameter(f"{text!r} is not KIND[AXIS]=N", param_hint="--expect")
+        found[name.strip()] = int(count)
+    return found
 
 
 def _read(path: str) -> Text:

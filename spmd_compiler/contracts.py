@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .collectives import Collective
 from .diff import Diff
 from .placements import SpmdError
 from .text import COLLECTIVES, readable, size
@@ -25,6 +26,75 @@ def fits(name: str, kind: str, axis: str) -> bool:
     """Whether a collective is one of those that ``name`` names."""
     wanted, _, on = name.rstrip("]").partition("[")
     return wanted in ("*", kind) and (not on or fnmatch.fnmatchcase(axis, on) or on in axis.split("/"))
+
+
+class ContractError(SpmdError):
+    """A program sends or holds what its contract does not allow."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A term of a contract that is broken, in words, and the collectives that break it."""
+
+    words: str
+    blamed: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a program must keep: ``forbid`` names collectives that it must not have, ``expect`` how many it must have of
+    those that a name names, ``wire_bytes`` and ``memory`` are the most that a device may send and hold."""
+
+    forbid: tuple[str, ...] = ()
+    expect: tuple[tuple[str, int], ...] = ()
+    wire_bytes: float | None = None
+    memory: float | None = None
+
+    @staticmethod
+    def of(forbid: Any = None, expect: Any = None, max_wire_bytes: Any = None, max_memory: Any = None) -> Contract:
+        """A checked contract.  ``forbid`` is a name or several, ``expect`` maps names to counts, sizes are bytes or
+        texts such as ``"60GiB"``.  Raises `SpmdError` for what is none of that."""
+        if not isinstance(forbid, (str, Iterable, type(None))):
+            raise SpmdError(f"forbid names collectives, {forbid!r} names none")
+        names = [forbid] if isinstance(forbid, str) else list(forbid or ())
+        if not isinstance(expect or {}, Mapping):
+            raise SpmdError(f"expect maps names of collectives to how many there must be, not {expect!r}")
+        for name, count in (expect or {}).items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise SpmdError(f"expect[{name!r}] is how many there must be, not {count!r}")
+        sizes = (None if given is None else size(given) for given in (max_wire_bytes, max_memory))
+        return Contract(
+            tuple(sorted(map(checked, names))), tuple((checked(k), n) for k, n in (expect or {}).items()), *sizes
+        )
+
+    def __bool__(self) -> bool:
+        return self != Contract()
+
+    def broken(self, made: Sequence[Collective], memory: Mapping[str, int]) -> list[Broken]:
+        """The terms that a program breaks, given its collectives and what a device holds."""
+        found = []
+        for name in self.forbid:
+            those = tuple(c for c in made if fits(name, c.kind, c.axis))
+            if those:
+                found.append(Broken(f"{name} is forbidden, and there {_are(those)}", those))
+        for name, count in self.expect:
+            those = tuple(c for c in made if fits(name, c.kind, c.axis))
+            if len(those) != count:
+                found.append(Broken(f"{count} {name} are expected, and there {_are(those)}", those))
+        sent, holds = sum(c.wire_bytes for c in made), sum(memory.values())
+        if self.wire_bytes is not None and sent > self.wire_bytes:
+            words = f"a device sends {readable(sent)}; {readable(self.wire_bytes)} are allowed"
+            found.append(Broken(words, tuple(made)))
+        if self.memory is not None and holds > self.memory:
+            kinds = ", ".join(f"{k} {readable(v)}" for k, v in memory.items())
+            words = f"a device holds {readable(holds)} ({kinds}); {readable(self.memory)} are allowed"
+            found.append(Broken(f"{words}: memory_budget makes the solver keep within it"))
+        return found
+
+
+def _are(made: Sequence[Collective]) -> str:
+    count = "is none" if not made else "is 1" if len(made) == 1 else f"are {len(made)}"
+    return f"{count}{_places(c.source for c in made)}"
 
 
 @dataclass(frozen=True)

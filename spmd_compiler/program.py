@@ -14,7 +14,10 @@ import torch
 from . import passes
 from .capture import Binding, capture_function, untraced
 from .collectives import Collective, collectives
+from .contracts import Contract
 from .cost import Profile
+from .explain import Explanation, enforce
+from .explain import explain as why
 from .ir import Partitioned
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
@@ -26,8 +29,10 @@ from .verify import simulate_outputs, verify
 class Program:
     """A partitioned program: its text, its collectives, what they cost, and a simulator of all its ranks."""
 
-    def __init__(self, local: Partitioned, binding: Binding, backward: bool, states: float = 0.0) -> None:
-        self.local, self.binding, self.backward, self.states = local, binding, backward, states
+    def __init__(
+        self, local: Partitioned, binding: Binding, backward: bool, states: float = 0.0, budget: Memory | None = None
+    ) -> None:
+        self.local, self.binding, self.backward, self.states, self.budget = local, binding, backward, states, budget
 
     @property
     def mesh(self) -> Mesh:
@@ -128,6 +133,14 @@ class Program:
         )
 
 
+def explain(program: Program, collective: Collective | str) -> Explanation:
+    """Why a collective (or the one of that name) is in a program: its source line, the value it moves, who makes and
+    who wants it, and the next best alternatives, each with its price and the constraint to write to get it."""
+    if not isinstance(program, Program):
+        raise SpmdError(f"expected a Program, got {type(program).__name__}")
+    return why(program.local, collective, program.budget)
+
+
 class Placements:
     """The user's placements by name or glob; remembers which were used.
 
@@ -195,6 +208,10 @@ def export(
     profile: str | Profile | None = None,
     verify: bool = False,
     name: str | None = None,
+    forbid: Any = None,
+    expect: Any = None,
+    max_wire_bytes: float | str | None = None,
+    max_memory: float | str | None = None,
     memory_budget: float | None = None,
     optimizer_states: float = 2.0,
 ) -> Program:
@@ -209,8 +226,14 @@ def export(
     What is ``"auto"`` is placed by the solver, gradients as their parameters; with ``memory_budget``, bytes a device,
     so that parameters, gradients, optimizer states (``optimizer_states`` times the bytes of what trains; AdamW's are 2)
     and the peak of live activations fit.  Raises `SpmdError` for bad input, and for a budget that nothing found meets.
+
+    The contract says what the program must keep, whatever placements lead to: no collective that ``forbid`` names
+    (``"all_gather"``, ``"all_gather[tp]"``, ``"*[dp]"``), as many as ``expect`` maps a name to, no more than
+    ``max_wire_bytes`` sent and ``max_memory`` held a device (bytes, or ``"60GiB"``).  A broken one is a `ContractError`
+    that explains the dearest offender.
     """
     mesh = Mesh.of(mesh)
+    contract = Contract.of(forbid, expect, max_wire_bytes, max_memory)
     for what, value, kinds in (("args", args, (tuple, list)), ("kwargs", kwargs or {}, Mapping),
                                ("placements", placements or {}, Mapping), ("backward", backward, bool)):  # fmt: skip
         if not isinstance(value, kinds):
@@ -224,4 +247,6 @@ def export(
     chosen.check()
     memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
     local = passes.run(captured, passes.Options(profile, verify, memory=memory))
-    return Program(local, binding, backward, 0.0 if memory is None else optimizer_states)
+    states = 0.0 if memory is None else optimizer_states
+    enforce(local, contract, states, memory)
+    return Program(local, binding, backward, states, memory)

@@ -458,3 +458,23 @@ def test_options():
         compiled(lambda x: x + 1, lowr=1)(torch.ones(2))
     with pytest.raises(Exception, match=r"use 'inductor' or 'eager'"):
         compiled(lambda x: x + 1, lower="triton")(torch.ones(2))
+
+
+def under(contract):
+    torch.compiler.reset()
+    model = parallelize(nn.Linear(8, 8), mesh_of(dp=4), {"weight": {"dp": Shard(0)}})
+    try:
+        torch.compile(model, backend="spmd", options={"lower": "eager", "profile": "bytes", **contract})(torch.ones(4, 8))
+    except Exception as error:
+        return str(error)
+    return "kept"
+
+
+def test_contracts_are_kept(gloo4):
+    for contract, words in (
+        ({"forbid": {"permute"}, "max_memory": "1GiB"}, "kept"),
+        ({"forbid": {"*[dp]"}}, "a contract is broken: *[dp] is forbidden, and there is 1"),
+        ({"max_memory": 10}, "10 B are allowed"),
+        ({"expect": {"gather": 1}}, "names no collective"),
+    ):
+        assert all(words in said for said in gloo4(under, contract))

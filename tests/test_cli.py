@@ -64,6 +64,18 @@ def test_dicts_and_profiles(run):
     assert found.exit_code == 0 and "mesh(dp=8)" in found.output  # the option, not the dict's own mesh
 
 
+def test_contracts(run):
+    given = ("plan", "job.py:tuple_of", "--mesh", "tp=4", "--placements", "tp.toml", "--level", "summary")
+    assert run(*given, "--forbid", "permute", "--max-wire", "1GiB", "--expect", "all_to_all=0").exit_code == 0
+    for option, words in (
+        (("--forbid", "*[tp]"), "*[tp] is forbidden, and there is 1"),
+        (("--expect", "all_gather[tp]=7"), "7 all_gather[tp] are expected"),
+        (("--max-memory", "1KB"), "1000 B are allowed"),
+    ):
+        found = run(*given, *option)
+        assert found.exit_code == 2 and words in found.output and "Traceback" not in found.output, found.output
+
+
 @pytest.mark.parametrize(
     "args, words",
     [
@@ -78,6 +90,7 @@ def test_dicts_and_profiles(run):
         (("job.py:tuple_of", "--mesh", "a=2", "--placements", "tp.toml"), "no axis 'tp'"),
         (("job.py:tuple_of", "--mesh", "a=2", "--backward"), "scalar loss"),
         (("job.py:neither", "--mesh", "a=2"), "int"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--expect", "all_gather"), "KIND[AXIS]=N"),
     ],
 )
 def test_errors_have_no_traceback(run, args, words):

@@ -33,6 +33,7 @@ LEVELS = (
     ("passes.annotate", "passes.unmerge", "passes.propagate", "passes.partition", "passes.simplify", "passes.bucket",
      "passes.overlap", "passes.split"),
     ("passes",),
+    ("explain",),
     ("dynamo", "joint"),
     ("joint",),
     ("capture", "local_map", "lower"),
