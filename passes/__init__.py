@@ -1,6 +1,6 @@
 """The compiler's pipeline: captured joint graph in, partitioned local graph out.
 
-    annotate -> unmerge -> propagate -> partition -> simplify        (then `split` cuts it into forward and backward)
+    annotate -> unmerge -> pad -> propagate -> partition -> simplify (then `split` cuts it into forward and backward)
 
 Each pass is one module with one public function; passes never import each other.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..cost import Profile, profile_of
 from ..ir import Captured, Partitioned
 from ..memory import Memory, held
-from . import annotate, partition, propagate, simplify, unmerge
+from . import annotate, pad, partition, propagate, simplify, unmerge
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
-    local = plan(unmerge.run(annotate.run(captured)), profile_of(options.profile), options.memory)
+    annotated = pad.run(unmerge.run(annotate.run(captured)))
+    local = plan(annotated, profile_of(options.profile), options.memory)
     if options.verify:
         from ..verify import verify
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..ir import CONSTANTS, Captured, copy_meta, is_tensor, source_line
+from ..ir import CONSTANTS, Captured, copied, copy_meta, is_tensor, source_line
 from ..ops import random
 from ..placements import Spec, SpmdError
 
@@ -30,13 +30,10 @@ def run(captured: Captured) -> Captured:
     * constants are made anew for each use: they cost nothing, and each use has its own spec of them;
     * ``meta["region"]`` marks the nodes of local regions, and every output that follows an input has its spec.
     """
-    graph = Graph()
-    env: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(captured.graph.graph, env))
-    for old, new in env.items():
-        new.meta = dict(old.meta)
-        source_line(new)
-    _output(graph).meta = dict(_output(captured.graph.graph).meta)
+    captured = copied(captured)
+    graph = captured.graph.graph
+    for node in graph.nodes:
+        source_line(node)
     seeds = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "seed"]
     if seeds and (left := random.functionalize(graph, seeds[0])):
         node = left[0]
@@ -53,8 +50,7 @@ def run(captured: Captured) -> Captured:
     graph.eliminate_dead_code()
     followed = [None if o.of is None else _followed(captured.inputs[o.of].spec, o.kind) for o in captured.outputs]
     outputs = [dataclasses.replace(o, spec=o.spec or spec) for o, spec in zip(captured.outputs, followed, strict=True)]
-    gm = torch.fx.GraphModule(captured.graph, graph)
-    return dataclasses.replace(captured, graph=gm, outputs=outputs)
+    return dataclasses.replace(captured, outputs=outputs)
 
 
 def _followed(spec: Spec | None, kind: str) -> Spec | None:
@@ -67,10 +63,6 @@ def _followed(spec: Spec | None, kind: str) -> Spec | None:
 
 def _placeholders(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
-
-
-def _output(graph: Graph) -> Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
 
 
 def _simplify(graph: Graph) -> None:

@@ -6,7 +6,6 @@ and part them again.  Of a merged dim only the outermost factor can be sharded, 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..ir import Captured, is_tensor, operands
+from ..ir import Captured, copied, is_tensor, operands
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -27,19 +26,14 @@ def run(captured: Captured) -> Captured:
     """Before: an annotated graph.  After: the same values; products, reductions and pointwise calls on values with
     merged leading dims run on the dims themselves, and what merges them stands behind.  The last dim of a value is
     left as it is."""
-    graph = Graph()
-    env: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(captured.graph.graph, env))
-    for old, new in env.items():
-        new.meta = dict(old.meta)
-    ends = [next(n for n in reversed(g.nodes) if n.op == "output") for g in (captured.graph.graph, graph)]
-    ends[1].meta = dict(ends[0].meta)
+    captured = copied(captured)
+    graph = captured.graph.graph
     rewriter = _Rewriter(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and not node.meta.get("region") and is_tensor(node.meta.get("val")):
             rewriter.visit(node)
     graph.eliminate_dead_code()
-    return dataclasses.replace(captured, graph=torch.fx.GraphModule(captured.graph, graph))
+    return captured
 
 
 def grouping(parted: Sequence[int], merged: Sequence[int]) -> Groups | None:

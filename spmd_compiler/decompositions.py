@@ -117,6 +117,21 @@ def weight_norm_backward(
     return (grad - direction * (grad_size / norm)) * (size / norm), grad_size
 
 
+# --- padding ----------------------------------------------------------------------------------------------
+
+
+def continued(mode: str) -> Callable[[Tensor, Any], Tensor]:
+    """A dim goes on with its own elements."""
+    return lambda x, pad: torch.ops.spmd.pad(x, pad, mode)
+
+
+def continued_backward(mode: str) -> Callable[[Tensor, Tensor, Any], Tensor]:
+    return lambda grad, x, pad: torch.ops.spmd.pad_backward(grad, pad, mode)
+
+
+PADS = {"reflection": "reflect", "replication": "replicate"}
+
+
 # --- losses -------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +190,12 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 @functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
     """By overload; they go before Inductor's."""
+    named = [(getattr(aten, f"{name}_pad{n}d"), mode) for name, mode in PADS.items() for n in (1, 2, 3)]
+    back = [(getattr(aten, f"{name}_pad{n}d_backward"), mode) for name, mode in PADS.items() for n in (1, 2, 3)]
     return {
+        aten._pad_circular.default: continued("circular"),
+        **{op.default: continued(mode) for op, mode in named},
+        **{op.default: continued_backward(mode) for op, mode in back},
         aten.addmm.default: with_addend(torch.mm),
         aten.baddbmm.default: with_addend(torch.bmm),
         aten._embedding_bag.default: embedding_bag,

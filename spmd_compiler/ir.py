@@ -9,6 +9,7 @@ arguments may be sympy expressions of the coordinates.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import re
@@ -75,6 +76,17 @@ def operands(node: Node) -> tuple[Node, ...]:
 
 def shape_of(node: Node) -> tuple[int, ...]:
     return tuple(int(s) for s in node.meta["val"].shape)
+
+
+def copied(captured: Captured) -> Captured:
+    """The same with a graph of its own, to be rewritten."""
+    graph, env = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(captured.graph.graph, env))
+    for old, new in env.items():
+        new.meta = dict(old.meta)
+    ends = [next(n for n in reversed(g.nodes) if n.op == "output") for g in (captured.graph.graph, graph)]
+    ends[1].meta = dict(ends[0].meta)
+    return dataclasses.replace(captured, graph=torch.fx.GraphModule(captured.graph, graph))
 
 
 def nbytes(value: torch.Tensor | None) -> int:
@@ -257,12 +269,13 @@ class Emit:
 
         Only what a device lacks travels; what nobody has is ``fill``.
         """
-        if any(coll.sent(have, want)) or any(len(w) != 1 for w in want):
+        if any(coll.sent(have, want)):
             axes = self.axes(factor)
             size = table([sum(e - b for b, e in w) for w in want], self.place(factor))
             flat = [[i for r in have for i in r], [i for w in want for r in w for i in r]]
             return self.call(coll.fetch, x, dim, size, *flat, fill, list(axes), [self.mesh[a] for a in axes])
-        return self.crop(x, dim, factor, have, [r for (r,) in want], fill)
+        parts = [self.crop(x, dim, factor, have, each, fill) for each in zip(*want, strict=True)]
+        return parts[0] if len(parts) == 1 else self.call(torch.ops.aten.cat.default, parts, dim)
 
     def crop(
         self, x: Node, dim: int, factor: str, have: Sequence[coll.Range], want: Sequence[coll.Range], fill: Any = 0

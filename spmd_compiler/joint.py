@@ -102,16 +102,19 @@ def _compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_kernels() -> Iterator[None]:
-    """Our decompositions in place of torch's own Python kernels for autograd, which would go first."""
-    replaced = {op: dict(op.py_kernels) for op in table() if torch._C.DispatchKey.Autograd in op.py_kernels}
+    """Our decompositions in place of torch's own kernels, Python's for autograd and composite ones, that go first."""
+    autograd, composite = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
+    replaced = [(op, autograd) for op in table() if autograd in op.py_kernels]
+    replaced += [(op, composite) for op in table() if op.has_kernel_for_dispatch_key(composite)]
+    saved = [op.py_kernels.get(key) for op, key in replaced]
     try:
-        for op in replaced:
-            op.py_kernels[torch._C.DispatchKey.Autograd] = table()[op]
+        for op, key in replaced:
+            op.py_kernels[key] = table()[op]
             op._dispatch_cache.clear()
         yield
     finally:
-        for op, kernels in replaced.items():
-            op.py_kernels.update(kernels)
+        for (op, key), kernel in zip(replaced, saved, strict=True):
+            op.py_kernels.pop(key) if kernel is None else op.py_kernels.update({key: kernel})
             op._dispatch_cache.clear()
 
 

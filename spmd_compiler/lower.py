@@ -61,13 +61,19 @@ class Groups:
 # --- this rank's numbers ------------------------------------------------------------------------------------
 
 
-def bind(gm: GraphModule, mesh: Mesh, coordinates: Mapping[str, int]) -> GraphModule:
-    """A copy of a local graph with every coordinate replaced by its number and fake values of this rank's sizes."""
+def bind(gm: GraphModule, mesh: Mesh, coordinates: Mapping[str, int], saved: Sequence[Any] = ()) -> GraphModule:
+    """A copy of a local graph with every coordinate replaced by its number and fake values of this rank's sizes.
+
+    ``saved`` are the values of the first placeholders (those of a local form's inside have no spec to tell them).
+    """
     writer = _Writer(_fake_mode(gm))
     done: dict[Node, Any] = {}
+    given = iter(saved)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            done[node] = writer.placeholder(node, _own_value(node, mesh, coordinates, writer.fake_mode))
+            value = next(given, None)
+            own = _own_value(node, mesh, coordinates, writer.fake_mode) if value is None else value
+            done[node] = writer.placeholder(node, own)
         elif node.op == "call_function" and not _symbolic(node) and not _changed(node, done):
             done[node] = writer.copy(node, done)
         elif node.op == "call_function":

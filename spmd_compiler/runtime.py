@@ -89,7 +89,8 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
     run_forward = compile_graph(forward, how, is_inference=backward is None)
     if backward is None:
         return Halves(run_forward, None, saved, _strides(forward), [], "\n".join(names))
-    backward = _for_this_rank(backward, program, mesh)
+    kept = [n.meta["val"] for n in forward.graph.output_node().args[0][count:]]
+    backward = _for_this_rank(backward, program, mesh, kept)
     match_saved(forward, backward, count)
     strides = _strides(backward)
     run_backward = compile_graph(backward, how, is_backward=True)
@@ -124,11 +125,13 @@ def direct(program: Partitioned, binding: Any, mesh: DeviceMesh | None, how: str
     return call
 
 
-def _for_this_rank(gm: GraphModule, program: Partitioned, mesh: DeviceMesh | None) -> GraphModule:
+def _for_this_rank(
+    gm: GraphModule, program: Partitioned, mesh: DeviceMesh | None, saved: Sequence[Any] = ()
+) -> GraphModule:  # fmt: skip
     if mesh is None:
-        return bind(gm, program.mesh, {})
+        return bind(gm, program.mesh, {}, saved)
     groups = Groups(mesh)
-    return expand_collectives(bind(gm, program.mesh, groups.coordinates), groups)
+    return expand_collectives(bind(gm, program.mesh, groups.coordinates, saved), groups)
 
 
 def _strides(gm: GraphModule) -> list[tuple[int, ...] | None]:

@@ -1,5 +1,6 @@
 """The cases of test_ops.py: an op, its sample arguments, and the factors that must be shardable."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -621,13 +622,42 @@ for shape, size in (((8, 4, 4), [2, 2]), ((2, 3, 11, 8), [4, 5]), ((1, 1, 5, 6),
         shards="w0 w1",
     )  # fmt: skip
 case(aten._adaptive_avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [3, 2, 4]], shards="w0 w1 w2", meshes=(CUBE,))
-for shape, pad in (((2, 3, 8), [2, 1]), ((1, 2, 5, 4), [3, 0, 0, 2]), ((2, 3, 4, 6), [1, 1, 0, 2, 3, 0])):
-    n = len(pad) // 2
+PADS = (  # shape, pad
+    ((2, 3, 8), [2, 1]),
+    ((1, 9), [5, 3]),
+    ((1, 2, 5, 4), [3, 0, 0, 2]),
+    ((2, 4, 7), [-2, 3]),
+    ((2, 3, 4, 6), [1, 1, 0, 2, 2, 0]),
+)
+for mode, (shape, pad) in itertools.product(("reflect", "replicate", "circular"), PADS):
+    factors = " ".join(f"d{len(shape) - 1 - i}" for i in range(len(pad) // 2) if any(pad[2 * i : 2 * i + 2]))
+    case(torch.ops.spmd.pad.default, lambda s, n=shape, p=pad, m=mode: [s.f(*n), p, m], shards=factors, exact=True)
     case(
-        getattr(aten, f"replication_pad{n}d_backward").default,
-        lambda s, n=shape, p=pad: [s.f(*torch.nn.functional.pad(s.f(*n), p, "constant").shape), s.f(*n), p],
-        shards=" ".join(f"d{len(shape) - 1 - i}" for i in range(n)),
+        torch.ops.spmd.pad_backward.default,
+        lambda s, n=shape, p=pad, m=mode: [s.f(*torch.ops.spmd.pad(s.f(*n), p, m).shape), p, m], shards=factors,
     )  # fmt: skip
+for mode, (n, weight, stride, dilation, groups, pad) in itertools.product(
+    ("reflect", "replicate", "circular"),
+    [
+        ((2, 4, 8), (4, 2, 3), [1], [1], 2, [1, 1]),
+        ((1, 2, 11), (2, 2, 4), [2], [2], 1, [3, 4]),
+        ((1, 2, 9), (2, 2, 1), [3], [1], 1, [1, 0]),
+        ((2, 2, 8, 6), (2, 2, 3, 2), [1, 2], [1, 1], 1, [2, 1, 0, 3]),
+        ((1, 2, 5, 4), (2, 2, 3, 3), [1, 1], [1, 2], 1, [3, 2]),
+    ],
+):
+    rest = [stride, dilation, groups, pad, mode]
+    case(
+        torch.ops.spmd.padded_convolution.default,
+        lambda s, n=n, w=weight, r=rest: [s.f(*n), s.f(*w), s.f(w[0]), *r], shards="w0",
+    )  # fmt: skip
+    for mask in ([True, True, True], [False, True, False]):
+        case(
+            torch.ops.spmd.padded_convolution_backward.default,
+            lambda s, n=n, w=weight, r=rest, m=mask: (lambda x, k: [
+                s.f(*torch.ops.spmd.padded_convolution(x, k, None, *r).shape), x, k, *r, m])(s.f(*n), s.f(*w)),
+            shards="w0",
+        )  # fmt: skip
 case(aten.upsample_nearest2d.default, lambda s: [s.f(4, 8, 3, 3), [6, 6]], shards="d0 d1")
 case(aten.upsample_nearest2d_backward.default, lambda s: [s.f(4, 8, 6, 6), [6, 6], [4, 8, 3, 3]], shards="d0 d1")
 

@@ -8,6 +8,7 @@ from . import (
     index,
     linalg,
     matmul,
+    pad,
     pointwise,
     pool,
     random,
@@ -19,6 +20,6 @@ from . import (
 )
 
 __all__ = [
-    "attention", "create", "grouped", "higher_order", "index", "linalg", "matmul", "pointwise", "pool", "random",
+    "attention", "create", "grouped", "higher_order", "index", "linalg", "matmul", "pad", "pointwise", "pool", "random",
     "ranges", "reduce", "sort", "view", "window",
 ]  # fmt: skip

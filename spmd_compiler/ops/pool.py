@@ -348,48 +348,12 @@ def _(node: Node) -> Rule | None:
     return moved(node, [old], [(*old, ())], windows=[w.factor], form=form)
 
 
-@define(aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default,
-        aten.replication_pad3d_backward.default)  # fmt: skip
-def _(node: Node) -> Rule | None:
-    """Each piece takes the gradients of its own elements, those at the ends the pads' too."""
-    x, pad = node.args[1].meta["val"], node.args[2]
-    lead = x.dim() - len(pad) // 2
-    pads = {lead + i: (pad[-2 * i - 2], pad[-2 * i - 1]) for i in range(len(pad) // 2)}
-    whole = [d for d, p in pads.items() if min(p) < 0]
-
-    def form(e: Emit, grad: Node, x: Node, _: Any) -> Node:
-        local: list[IntExpr] = []
-        for d, (before, after) in reversed(pads.items()):
-            n = node.meta["val"].shape[d]
-            pieces = e.pieces(f"d{d}", n)
-            if not e.axes(f"d{d}"):
-                local += [before, after]
-                continue
-            ends = [(before if b == 0 else 0, after if end == n and b < end else 0) for b, end in pieces]
-            want = [(b + before - p, end + before + q) if b < end else (n + before + after, n + before + after + 1)
-                    for (b, end), (p, q) in zip(pieces, ends, strict=True)]  # fmt: skip
-            grad = e.fetch(grad, d, f"d{d}", e.pieces(f"d{d}", n + before + after), [[w] for w in want])
-            x = filled(e, x, d, f"d{d}", n)
-            local += [table([p[i] for p in ends], e.place(f"d{d}")) for i in (0, 1)]
-        for d in range(lead):
-            grad, x = (filled(e, v, d, f"d{d}", node.meta["val"].shape[d]) for v in (grad, x))
-        made = same(e, grad, x, local)
-        for d, n in enumerate(node.meta["val"].shape):
-            made = emptied(e, made, d, f"d{d}", n)
-        return made
-
-    old = dims("d", x.dim(), whole)
-    return fit(node, [old, old], [old], [[0]], windows=[f"d{d}" for d in pads if d not in whole], form=form)
-
-
 LINEAR = """
     avg_pool1d upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
-    upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward reflection_pad1d
-    reflection_pad2d replication_pad2d reflection_pad2d_backward adaptive_avg_pool1d upsample_nearest1d_backward
-    upsample_nearest3d upsample_nearest3d_backward replication_pad1d replication_pad3d reflection_pad3d
-    reflection_pad1d_backward reflection_pad3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
-    _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward fractional_max_pool2d_backward
-    fractional_max_pool3d_backward
+    upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward adaptive_avg_pool1d
+    upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward _upsample_bilinear2d_aa
+    _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
+    fractional_max_pool2d_backward fractional_max_pool3d_backward
 """
 OTHERS = "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..collectives import Range
+from ..collectives import Range, sent
 from ..ir import Emit, operands, results
 from ..rules import Rule, define, dims, fit
 from ..symbolic import table
@@ -27,6 +27,61 @@ def cut(e: Emit, x: Node, dim: int, factor: str, ranges: Sequence[Range], step: 
     """The local elements ``begin, begin + step, ...`` before ``end`` of ``dim``; ranges by piece number."""
     ends = [table([r[i] for r in ranges], e.place(factor)) for i in (0, 1)]
     return e.call(aten.slice.Tensor, x, dim, *ends, step)
+
+
+class Several:
+    """Ranges of ``dim`` that each device wants, each by itself: what it lacks travels once, however often it is wanted.
+
+    ``have`` and ``want`` are by piece number, as `Emit.fetch` takes them; what nobody has is 0.
+    """
+
+    def __init__(
+        self, e: Emit, dim: int, factor: str, have: Sequence[Range], want: Sequence[Sequence[Range]]
+    ) -> None:  # fmt: skip
+        self.e, self.dim, self.factor, self.have, self.want = e, dim, factor, have, want
+        low, high = have[0][0], have[-1][1]
+        self.real = [[(min(max(b, low), high), max(min(end, high), low)) for b, end in w] for w in want]
+        unions = [union(w) for w in self.real]
+        width = max(len(u) for u in unions)
+        self.unions = [[*u, *[(low, low)] * (width - len(u))] for u in unions]
+        self.travels = any(sent(have, self.unions))
+
+    def fetch(self, x: Node) -> Node:
+        return self.e.fetch(x, self.dim, self.factor, self.have, self.unions) if self.travels else x
+
+    def parts(self, x: Node) -> list[Node]:
+        """The ranges, of what `fetch` gave."""
+        held = self.unions if self.travels else [[h] for h in self.have]
+        whole = [(0, sum(end - b for b, end in u)) for u in held]
+        made = []
+        for k in range(len(self.want[0])):
+            real, want = ([r[k] for r in each] for each in (self.real, self.want))
+            at = [within(u, *r) for u, r in zip(held, real, strict=True)]
+            part = self.e.crop(x, self.dim, self.factor, whole, at)
+            real = [r if r[0] < r[1] else (w[0], w[0]) for r, w in zip(real, want, strict=True)]
+            made.append(self.e.crop(part, self.dim, self.factor, real, want))
+        return made
+
+
+def union(ranges: Sequence[Range]) -> list[Range]:
+    """The same elements in ranges that ascend and do not touch (one empty range of none)."""
+    found: list[Range] = []
+    for begin, end in sorted(r for r in ranges if r[0] < r[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found or [(0, 0)]
+
+
+def within(held: Sequence[Range], begin: int, end: int) -> Range:
+    """Where a range is among ranges that stand one after the other, one of which holds it."""
+    at = 0
+    for low, high in held:
+        if low <= begin < end <= high:
+            return at + begin - low, at + end - low
+        at += high - low
+    return 0, 0
 
 
 def part(e: Emit, x: Node, dim: int, factor: str, n: int, begin: int, size: int) -> Node:

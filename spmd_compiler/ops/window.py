@@ -10,6 +10,7 @@ the whole.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from ..collectives import Range
 from ..ir import Emit, operands, results
 from ..rules import Dims, Linear, Rule, define
 from .forms import first
-from .ranges import cut
+from .pad import Border, Extension, borders, extended, folded, read, sizes
+from .ranges import Several, cut
 from .reduce import argument
 
 aten = torch.ops.aten
@@ -31,7 +33,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Window:
-    """One windowed dim: its place among the dims, its factor, the sizes of its two sides."""
+    """One windowed dim: its place among the dims, its factor, the sizes of its two sides.
+
+    ``border`` says how the wide side goes on where its padding is not zeros; ``pad`` is what is before it.
+    """
 
     dim: int
     factor: str
@@ -41,6 +46,7 @@ class Window:
     stride: int = 1
     pad: int = 0
     dilation: int = 1
+    border: Border | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def extent(self) -> int:
@@ -92,17 +98,24 @@ def per_dim(given: int | Sequence[int], count: int) -> list[int]:
 
 
 def among(e: Emit, found: Sequence[Window]) -> list[Window]:
-    """The windows whose dims are sharded."""
-    return [w for w in found if e.axes(w.factor)]
+    """The windows whose dims are sharded, or have a border of their own."""
+    return [w for w in found if e.axes(w.factor) or w.border]
 
 
 def gather(e: Emit, x: Node, found: Sequence[Window], fill: Any = 0) -> Node:
     """What the local narrow elements read, of the local wide ones.  Padding comes last: it need not travel."""
     inside: dict[Window, list[Range]] = {}
+    longer = []
     for w in (apart := among(e, found)):
         span = [w.span(*r) for r in e.pieces(w.factor, w.narrow)]
+        if w.border:
+            low, high = -w.border.before, w.wide + w.border.after
+            inside[w] = [(min(max(b, low), high), min(max(end, low), high)) for b, end in span]
+            longer.append(Extension(e, w.dim, w.factor, w.border, inside[w]))
+            continue
         inside[w] = span if w is apart[-1] else [(max(b, 0), max(b, 0, min(end, w.wide))) for b, end in span]
         x = e.fetch(x, w.dim, w.factor, e.pieces(w.factor, w.wide), [[r] for r in inside[w]], fill)
+    x = extended(x, longer)
     for w in found:
         span = [w.span(*r) for r in e.pieces(w.factor, w.narrow)]
         x = e.crop(x, w.dim, w.factor, inside.get(w) or [(0, w.wide)], span, fill)
@@ -154,7 +167,89 @@ def trim(e: Emit, x: Node, found: Sequence[Window]) -> Node:
     return x
 
 
+class Parts:
+    """The wide elements of a piece where its border is: the three sides of their positions, one after the other.
+
+    Each side is covered by narrow elements of its own, with zeros between, so that one call serves them all.
+    """
+
+    def __init__(self, e: Emit, w: Window, border: Border) -> None:
+        self.e, self.w, self.border = e, w, border
+        self.reads, self.used = read(e, w.factor, border)
+        self.covers = [[w.cover(*r[k]) for k in self.used] for r in self.reads]
+        self.gap = max(0, -(-w.extent // w.stride) - 1)  # narrow elements between two sides
+        rest = (w.narrow, w.narrow + self.gap)
+        want = [[r for c in each for r in (c, rest)][:-1] for each in self.covers]
+        self.several = Several(e, w.dim, w.factor, e.pieces(w.factor, w.narrow), want)
+
+    def cover(self, x: Node) -> Node:
+        """The narrow elements, of what `Several.fetch` gave."""
+        parts = self.several.parts(x)
+        return self.e.call(aten.cat.default, parts, self.w.dim) if len(parts) > 1 else parts[0]
+
+    def spread(self, x: Node) -> Node:
+        """What they read, of the local wide ones; zeros for others."""
+        e, w, made = self.e, self.w, []
+        have = e.pieces(w.factor, w.wide)
+        for n, k in enumerate(self.used):
+            reads = [r[k] for r in self.reads]
+            part = e.crop(x, w.dim, w.factor, have, [self.border.source(k, *r) for r in reads])
+            part = self.border.laid(e, part, w.dim, k, sizes(e, w.factor, reads))
+            spans = [w.span(*c[n]) for c in self.covers]
+            if n + 1 < len(self.used):
+                spans = [(b, b + self._width(c[n])) for (b, _), c in zip(spans, self.covers, strict=True)]
+            made.append(e.crop(part, w.dim, w.factor, reads, spans))
+        return e.call(aten.cat.default, made, w.dim) if len(made) > 1 else made[0]
+
+    def settle(self, x: Node) -> Node:
+        """The local wide elements' sums of what came of `spread`."""
+        e, w, made = self.e, self.w, {}
+        for n, k in enumerate(self.used):
+            begin = [sum(map(self._width, c[:n])) for c in self.covers]
+            spans = [w.span(*c[n]) for c in self.covers]
+            side = [(b, b + high - low) for b, (low, high) in zip(begin, spans, strict=True)]
+            part = cut(e, x, w.dim, w.factor, side)
+            made[k] = e.crop(part, w.dim, w.factor, spans, [r[k] for r in self.reads])
+        return folded(e, made, w.dim, w.factor, self.border, self.reads)
+
+    def _width(self, cover: Range) -> int:
+        """Wide elements from the first that a side's narrow ones read to the first of the next."""
+        return (cover[1] - cover[0] + self.gap) * self.w.stride
+
+
 # --- convolution --------------------------------------------------------------------------------------------
+
+_LIB = torch.library.Library("spmd", "FRAGMENT")
+_LIB.define(
+    "padded_convolution(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] dilation, int groups, int[] pad, "
+    "str mode) -> Tensor"
+)
+_LIB.define(
+    "padded_convolution_backward(Tensor grad, Tensor x, Tensor weight, int[] stride, int[] dilation, int groups, "
+    "int[] pad, str mode, bool[] mask) -> (Tensor, Tensor, Tensor)"
+)
+padded_convolution = torch.ops.spmd.padded_convolution.default
+padded_convolution_backward = torch.ops.spmd.padded_convolution_backward.default
+
+
+def _padded(x, weight, bias, stride, dilation, groups, pad, mode):
+    none = [0] * len(stride)
+    x = torch.ops.spmd.pad(x, pad, mode)
+    return aten.convolution(x, weight, bias, stride, none, dilation, False, none, groups)
+
+
+def _padded_backward(grad, x, weight, stride, dilation, groups, pad, mode, mask):
+    none = [0] * len(stride)
+    x = torch.ops.spmd.pad(x, pad, mode)
+    made = aten.convolution_backward(
+        grad, x, weight, [weight.shape[0]], stride, none, dilation, False, none, groups, mask
+    )  # fmt: skip
+    return torch.ops.spmd.pad_backward(made[0], pad, mode) if mask[0] else None, *made[1:]
+
+
+for _op, _function in ((padded_convolution, _padded), (padded_convolution_backward, _padded_backward)):
+    _LIB.impl(_op.name().split("::")[1], _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(_op.name(), _function, lib=_LIB)
 
 
 @dataclass(frozen=True)
@@ -179,7 +274,8 @@ class Terms:
 
     def local(self, e: Emit) -> list[Any]:
         """Stride, padding and the rest of the local call's arguments: no padding of sharded dims."""
-        pads = [(0, 0) if e.axes(w.factor) else (w.pad, n) for w, n in zip(self.windows, self.behind, strict=True)]
+        apart = among(e, self.windows)
+        pads = [(0, 0) if w in apart else (w.pad, n) for w, n in zip(self.windows, self.behind, strict=True)]
         return [
             [w.stride for w in self.windows], [p for p, _ in pads], [w.dilation for w in self.windows], self.transposed,
             [n for _, n in pads], e.size("q") if "q" in self.sizes else self.groups,
@@ -189,7 +285,11 @@ class Terms:
 def terms(node: Node, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Terms | None:
     if x.dim() != weight.dim():
         return None
-    groups, transposed = argument(node, "groups"), argument(node, "transposed")
+    groups, transposed = argument(node, "groups"), argument(node, "transposed", False)
+    padding, around = argument(node, "padding", 0), {}
+    if argument(node, "pad"):
+        around = borders(x.shape, argument(node, "pad"), argument(node, "mode"))
+        padding = [around[d].before if d in around else 0 for d in range(2, x.dim())]
     sizes = {"n": x.shape[0], "c": x.shape[1] // groups}
     sizes["o"] = weight.shape[1] if transposed else weight.shape[0] // groups
     lead: tuple[str, ...] = ()
@@ -197,13 +297,14 @@ def terms(node: Node, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
         sizes["q"], lead = groups, ("q",)
     found = windows(
         *((out, x) if transposed else (x, out)), x.dim() - 2,
-        list(weight.shape[2:]), *(argument(node, a) for a in ("stride", "padding", "dilation")),
+        list(weight.shape[2:]), argument(node, "stride"), padding, argument(node, "dilation"),
     )  # fmt: skip
+    found = [dataclasses.replace(w, border=around.get(w.dim)) for w in found]
     wide = tuple((w.factor,) for w in found)
     kernel = ((*lead, "c"), ("o",)) if transposed else ((*lead, "o"), ("c",))
     return Terms(
         (("n",), (*lead, "c"), *wide), (*kernel, *((),) * len(found)), (("n",), (*lead, "o"), *wide), sizes,
-        found, groups, transposed, tuple(per_dim(argument(node, "output_padding"), len(found))),
+        found, groups, transposed, tuple(per_dim(argument(node, "output_padding", 0), len(found))),
     )  # fmt: skip
 
 
@@ -217,7 +318,7 @@ def _rule(t: Terms, narrow: torch.Tensor, weight: torch.Tensor, wide: bool, time
     )  # fmt: skip
 
 
-@define(aten.convolution.default)
+@define(aten.convolution.default, padded_convolution)
 def _(node: Node) -> Rule | None:
     x, weight, *bias = (o.meta["val"] for o in operands(node))
     t = terms(node, x, weight, node.meta["val"])
@@ -235,10 +336,10 @@ def _(node: Node) -> Rule | None:
     def convolved(e: Emit, x: Node, weight: Node, bias: Node | None) -> Node:
         apart = among(e, t.windows)
         if not t.transposed:
-            return trim(e, e.call(node.target, gather(e, x, apart), weight, bias, *t.local(e)), apart)
+            return trim(e, e.call(aten.convolution.default, gather(e, x, apart), weight, bias, *t.local(e)), apart)
         if not apart:
-            return e.call(node.target, x, weight, bias, *t.local(e))
-        made = settle(e, e.call(node.target, cover(e, x, apart), weight, None, *t.local(e)), apart)
+            return e.call(aten.convolution.default, x, weight, bias, *t.local(e))
+        made = settle(e, e.call(aten.convolution.default, cover(e, x, apart), weight, None, *t.local(e)), apart)
         if bias is None:
             return made
         return e.call(aten.add.Tensor, made, e.call(aten.reshape.default, bias, [-1] + [1] * len(t.windows)))
@@ -250,7 +351,7 @@ def _(node: Node) -> Rule | None:
     )  # fmt: skip
 
 
-@define(aten.convolution_backward.default)
+@define(aten.convolution_backward.default, padded_convolution_backward)
 def _(node: Node) -> Rule | None:
     """The bias's gradient is a sum over the batch; devices that share input channels alone agree on it."""
     grad, x, weight = (o.meta["val"] for o in operands(node))
@@ -271,17 +372,25 @@ def _(node: Node) -> Rule | None:
         return tuple(made)
 
     def gradients(e: Emit, given: Sequence[Any], mask: Sequence[bool]) -> list[Node | None]:
-        (grad, x, weight), apart = given, among(e, t.windows)
+        grad, x, weight = given
+        apart = [w for w in among(e, t.windows) if not w.border]
+        bordered = [Parts(e, w, w.border) for w in t.windows if w.border]
+        for parts in bordered:
+            grad = parts.several.fetch(grad)
+        for parts in bordered:
+            grad, x = parts.cover(grad), parts.spread(x)
         if t.transposed:
             grad = gather(e, grad, apart)
             for w in apart:
                 x = filled(e, x, w.dim, w.factor, w.narrow)
         else:
             grad, x = cover(e, grad, apart), spread(e, x, apart)
-        both = e.call(node.target, grad, x, weight, None, *t.local(e), [*mask[:2], False])
+        both = e.call(aten.convolution_backward.default, grad, x, weight, None, *t.local(e), [*mask[:2], False])
         made = [e.call(operator.getitem, both, i) if mask[i] else None for i in (0, 1)]
         if mask[0]:
             made[0] = (trim if t.transposed else settle)(e, made[0], apart)
+            for parts in bordered:
+                made[0] = parts.settle(made[0])
         return made
 
     res = [d if r is not None else () for d, r in zip((t.left, t.kernel, (t.out[1],)), results(node), strict=True)]

@@ -217,7 +217,7 @@ def lacked(layer, shape, parts, out_dims):
     for device, piece in enumerate(out.chunk(parts, out_dims)):
         (g,) = torch.autograd.grad(piece.sum(), x, retain_graph=True)
         read = g.abs().sum([d for d in range(len(shape)) if d != 2]).nonzero().flatten().tolist()
-        for i in range(read[0], read[-1] + 1):
+        for i in read:
             for other in range(parts):
                 sent[other] += other != device and i in owned[other]
     return max(sent)
@@ -234,6 +234,9 @@ FORWARDS = {
     "adaptive": (lambda: nn.AdaptiveAvgPool2d((8, 3)), (3, 2, 20, 6)),
     "nearest": (lambda: nn.Upsample(scale_factor=2), (3, 2, 12, 6)),
     "reflected": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (3, 2, 12, 6)),
+    "repeated": (lambda: nn.Conv1d(2, 2, 5, stride=2, padding=2, padding_mode="replicate"), (3, 2, 16)),
+    "circular": (lambda: nn.Conv2d(2, 2, 5, padding=2, padding_mode="circular"), (3, 2, 16, 6)),
+    "circular, pieces below the halo": (lambda: nn.Conv1d(2, 2, 7, padding=3, padding_mode="circular"), (3, 2, 8)),
 }
 
 
@@ -248,10 +251,26 @@ def test_C3_bytes(name):
         layer, (x,), mesh={"a": 4}, placements={"input": {"a": Shard(2)}, "out": {"a": Shard(2)}}, profile="bytes"
     )  # fmt: skip
     torch.testing.assert_close(program.simulate(x), layer(x).detach())
-    if name != "reflected":  # the padded value is cut elsewhere than its parts
-        assert program.wire_bytes <= lacked(layer, shape, 4, 2) * 8 * x.numel() // shape[2]
+    assert program.wire_bytes <= lacked(layer, shape, 4, 2) * 8 * x.numel() // shape[2]
     assert {c.kind for c in program.collectives} <= {"permute"}
     assert not program.replicated_ops
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_C3_bytes_backward(mode):
+    """However a convolution is padded, the halo moves once forward and once, of the output's gradient, backward."""
+    torch.manual_seed(0)
+    shape, halo = (2, 3, 16, 6), 2
+    layer = nn.Conv2d(3, 3, 2 * halo + 1, padding=(halo, 2), padding_mode=mode).double()
+    model = Loss(layer, torch.randn(shape, dtype=torch.float64))
+    program = export(model, (), mesh={"a": 4}, placements={"x": {"a": Shard(2)}}, backward=True, profile="bytes")
+    loss, grads = program.simulate()
+    want = model()
+    want.backward()
+    close([loss, grads], [want.detach(), {n: p.grad for n, p in model.named_parameters()}])
+    row = 8 * shape[0] * shape[1] * shape[3]
+    assert [c.wire_bytes for c in program.collectives if c.kind != "all_reduce"] == [2 * halo * row] * 2
+    assert {c.kind for c in program.collectives} == {"permute", "all_reduce"}
 
 
 def check_uneven(shape, where, mode):

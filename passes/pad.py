@@ -1,0 +1,70 @@
+"""Convolutions of padded values read the values themselves.
+
+Padding that is not zeros is an operator of its own.  What it makes is cut elsewhere than what it pads, so that more
+than the halo would move between the two.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir import Captured, copied
+from ..ops.pad import pad, pad_backward
+from ..ops.window import padded_convolution, padded_convolution_backward
+
+aten = torch.ops.aten
+
+
+def run(captured: Captured) -> Captured:
+    """Before: an annotated graph.  After: the same values; a convolution of what `ops.pad` pads, in dims that it does
+    not pad with zeros itself, is one call with the padding, and so is its backward with the padding's."""
+    captured = copied(captured)
+    graph = captured.graph.graph
+    for node in list(graph.nodes):
+        if node.target is aten.convolution.default and (inner := _padded(node, node.args[0], *node.args[3:9])):
+            x, *rest = inner
+            stride, _, dilation, *_, groups = node.args[3:9]
+            _replace(node, padded_convolution, x, *node.args[1:3], stride, dilation, groups, *rest)
+        if node.target is aten.convolution_backward.default:
+            _backward(node)
+    graph.eliminate_dead_code()
+    return captured
+
+
+def _padded(
+    node: Node, x: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output: Any, groups: int
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """What is padded, how far and how, if it is the operand ``x`` of a convolution."""
+    if x.target is not pad or transposed or any(padding) or len(x.args[1]) > 2 * len(stride) or node.meta.get("region"):
+        return None
+    return x.args
+
+
+def _backward(node: Node) -> None:
+    grad, x, weight, _, stride, padding, dilation, transposed, output, groups, mask = node.args
+    inner = _padded(node, x, stride, padding, dilation, transposed, output, groups)
+    if inner is None:
+        return
+    into = [u for n in node.users if n.target is operator.getitem and n.args[1] == 0 for u in n.users]
+    if mask[0] and not all(u.target is pad_backward and u.args[1:] == inner[1:] for u in into):
+        return
+    x, *rest = inner
+    new = _replace(node, padded_convolution_backward, grad, x, weight, stride, dilation, groups, *rest, mask)
+    for u in into:
+        first = u.args[0]
+        u.replace_all_uses_with(first)
+        first.meta = {**first.meta, "val": new.meta["val"][0]}
+
+
+def _replace(node: Node, target: Any, *args: Any) -> Node:
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args)
+    given = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    with args[0].meta["val"].fake_mode:
+        new.meta = {**node.meta, "val": target(*given)}
+    node.replace_all_uses_with(new)
+    return new
