@@ -20,7 +20,7 @@ from .explain import Alternative, Explanation
 from .local_map import local_map
 from .parallelize import parallelize
 from .placements import Mesh, Spec, SpmdError
-from .program import Program, explain, export
+from .program import Program, explain, export, load
 from .rules import register_rule
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "explain",
     "export",
     "init_device_mesh",
+    "load",
     "local_map",
     "parallelize",
     "register_rule",

@@ -205,10 +205,11 @@ class Binding:
     grad_names: list[str] = field(default_factory=list)
     expected: dict[str, Any] = field(default_factory=dict)  # by input: (shape, dtype), or the value of a constant
     is_global: list[bool] = field(default_factory=list)
+    weights: Mapping[str, torch.Tensor] | None = None  # parameters and buffers by name; None: those of the owner
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """Tensors in placeholder order (parameters, buffers and inputs) for a call ``f(*args, **kwargs)``."""
-        state = named_state(self.owner)
+        state = self.weights if self.weights is not None else named_state(self.owner)
         given = dict(named_inputs(self.signature, args, kwargs or {}))
         for name, want in self.expected.items():
             if name in given:
@@ -219,6 +220,8 @@ class Binding:
                 values.append(key)
                 continue
             source = state if kind == "state" else given
+            if key not in source and kind == "state":
+                raise SpmdError(f"weight {key!r} is not given; program.use({{name: tensor, ...}}) gives weights")
             if key not in source:
                 raise SpmdError(f"argument {key!r} is missing; the program takes {', '.join(k for _, k in self.slots)}")
             values.append(source[key])
@@ -232,7 +235,7 @@ class Binding:
 
 def _check_argument(name: str, value: Any, want: Any) -> None:
     """Raise `SpmdError` where an argument is not what the program was planned for."""
-    if isinstance(want, _Kind):
+    if isinstance(want, Kind):
         if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (want.shape, want.dtype):
             got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise SpmdError(f"input {name!r} is {got}; the program was planned for {want.dtype} {want.shape}")
@@ -241,7 +244,7 @@ def _check_argument(name: str, value: Any, want: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """What a tensor argument must be."""
 
     shape: tuple[int, ...]
@@ -276,6 +279,11 @@ def named_inputs(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
             keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
             found.append((".".join(keys if variadic else [name, *keys]), leaf))
     return found
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode of its own for the values of graphs that are read, not traced."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _fake_of(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
@@ -407,7 +415,7 @@ def capture_function(
     kinds = ["state"] * len(state) + ["input"] * len(tensors)
     slots = [(kinds[a], named[a].name) if isinstance(a, int) else ("constant", a) for a in front.arguments]
     grads = [o.name for o in front.captured.outputs if o.kind == "grad"]
-    expected = {n: _Kind(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in given}
+    expected = {n: Kind(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in given}
     return front.captured, Binding(signature, owner, slots, function.out_tree, results, grads, expected)
 
 

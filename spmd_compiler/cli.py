@@ -6,6 +6,7 @@ import importlib
 import json
 import runpy
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from .contracts import ContractError, Limits
 from .cost import PROFILES, read_toml
 from .diff import diff as compare
 from .placements import SpmdError
-from .program import Program, export
+from .program import Program, explain, export, load
 from .reader import parse
-from .text import LEVELS, Text
+from .text import LEVELS, Text, readable, summary
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,9 +46,10 @@ def main() -> None:
 @click.option("--expect", multiple=True, metavar="KIND[AXIS]=N", help="How many there must be (repeatable).")
 @click.option("--max-wire", metavar="BYTES", help="What a device may send: 10MiB.")
 @click.option("--max-memory", metavar="BYTES", help="What a device may hold: 60GiB.")
+@click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
     target: str, mesh: str, profile: str | None, file: str | None, backward: bool | None, level: str,
-    forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None,
+    forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None, to: str | None,
 ) -> None:  # fmt: skip
     """Plan what FUNCTION returns and print the program.
 
@@ -68,12 +70,48 @@ def plan(
         contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}
         asked |= {k: v for k, v in contract.items() if v}
         program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
+        if to is not None:
+            program.save(to)
     except ContractError as error:
         click.secho(f"Error: {error}", err=True)
         sys.exit(2)
     except SpmdError as error:
         raise click.ClickException(str(error)) from None
     click.echo(_shown(program, level), nl=False)
+
+
+@main.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("--level", type=click.Choice(LEVELS), default="full", show_default=True, help="How much to print.")
+def show(file: str, level: str) -> None:
+    """Print the program that FILE holds (saved, or the text of one)."""
+    try:
+        if zipfile.is_zipfile(file):
+            click.echo(_shown(load(file), level), nl=False)
+        else:
+            text = _read(file)
+            click.echo(summary(text) if level == "summary" else str(text.at(level)), nl=False)
+    except SpmdError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command("explain", epilog="\b\nExample:\n  spmd-compiler explain job.spmd all_gather_3\n")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.argument("collective", required=False)
+def explain_(file: str, collective: str | None) -> None:
+    """Say why COLLECTIVE is in the saved program FILE, and what else could be done.
+
+    COLLECTIVE is the name of a line ("all_gather_3").  Without it, all are listed with their reasons, dearest first.
+    """
+    try:
+        program = load(file)
+        if collective is not None:
+            click.echo(str(explain(program, collective)))
+            return
+    except SpmdError as error:
+        raise click.ClickException(str(error)) from None
+    for c in sorted(program.collectives, key=lambda c: -c.wire_bytes):
+        click.echo(f"%{c.name} = {c.kind}[{c.axis}]  {c.source}  {c.phase}  {readable(c.wire_bytes)} wire: {c.why}")
 
 
 class _BadInput(click.ClickException):
@@ -139,7 +177,9 @@ def _counts(given: tuple[str, ...]) -> dict[str, int]:
 
 
 def _read(path: str) -> Text:
-    """The text of a program in a file."""
+    """The text of a program in a file: one that was printed, or saved."""
+    if zipfile.is_zipfile(path):
+        return parse(load(path).text())
     try:
         return parse(Path(path).read_text())
     except (SpmdError, UnicodeDecodeError) as error:

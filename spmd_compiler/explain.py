@@ -20,10 +20,10 @@ from .annotations import constrain_op
 from .collectives import KINDS, Collective, axes_of, is_collective, message_bytes
 from .contracts import Contract, ContractError
 from .cost import profile_of
-from .ir import Captured, Partitioned, is_getitem, results, source_line
+from .ir import Captured, Partitioned, is_getitem, source_line
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
-from .text import Type, readable, type_of
+from .text import Type, readable, type_of, type_text
 
 SHOWN = 3  # alternatives in words
 LARGE = 3000  # nodes of a graph that a broken contract does not plan again
@@ -98,19 +98,19 @@ def explain(local: Partitioned, collective: Any, memory: Memory | None = None, s
         value, wanted, operand = _result(joint[name], r), node.meta["spec"], node.args[0]
         made = f"{operand.meta['spec']} by %{operand.name} = {_op(operand)}{_at(operand)}"
     else:  # inside the local form of an operator
-        value, r = joint[node.meta["origin"]], 0
-        made_there = (n for n in local.graph.graph.nodes if n.meta.get("origin") == value.name and "choice" in n.meta)
-        wanted = next(made_there, node).meta.get("spec")
-        made = f"inside {_op(value)}{_at(value)}, which gives {wanted}"
+        origin = node.meta["origin"]
+        results_of = (n for n in local.graph.graph.nodes if n.meta.get("origin") == origin and "choice" in n.meta)
+        final = next(results_of, node)
+        value, wanted = _result(joint[origin], final.meta.get("result", 0)), final.meta.get("spec")
+        made = f"inside {_op(joint[origin])}{_at(joint[origin])}, which gives {wanted}"
     users = tuple(dict.fromkeys(_wanted(local, u, node) for u in node.users))
-    tensor = results(value)[r] if not is_getitem(value) else value.meta["val"]
-    kind = type_of(tensor)
+    kind = type_of(value.meta["val"])
     shown = f"{_label(local, value)}{_at(value)}"
     seconds = local.profile.collective(local.mesh, c.kind, axes_of(node), message_bytes(node)) if local.profile else 0.0
     wire = sum(Collective.of(n).wire_bytes for n in local.graph.graph.nodes if is_collective(n))
     tried = list(_alternatives(local, value, wanted, kind, axes_of(node), node, memory)) if solve else []
     tried.sort(key=lambda a: (a.price, a.wire_bytes, a.write))
-    return Explanation(c, shown, str(kind), made, users, seconds, local.price, wire, tuple(tried))
+    return Explanation(c, shown, type_text(kind), made, users, seconds, local.price, wire, tuple(tried))
 
 
 def _find(local: Partitioned, collective: Any) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import functools
@@ -22,7 +23,9 @@ from .ir import Partitioned
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
 from .runtime import direct
-from .text import LEVELS, Text, summary
+from .store import Stored, save
+from .store import load as read
+from .text import LEVELS, Text, Type, summary, type_of
 from .verify import simulate_outputs, verify
 
 
@@ -126,6 +129,27 @@ class Program:
             raise SpmdError(f"the program was planned for {self.mesh}, not for {Mesh.of(device_mesh)}")
         return direct(self.local, self.binding, device_mesh, lower, self.backward)
 
+    def use(self, weights: Mapping[str, torch.Tensor]) -> Program:
+        """The same program on these parameters and buffers, by name: DTensors, or global tensors that ranks cut."""
+        places = self.local.graph.graph.find_nodes(op="placeholder")
+        wanted = {i.name: type_of(n.meta["val"], n.meta.get("global"))
+                  for i, n in zip(self.local.inputs, places, strict=True)}  # fmt: skip
+        names = [key for kind, key in self.binding.slots if kind == "state"]
+        for name, value in weights.items():
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4) or names
+                raise SpmdError(f"the program has no weight {name!r}; did you mean {', '.join(map(repr, near))}?")
+            got, kind = type_of(value), wanted[name]
+            if not isinstance(got, Type) or (got.dtype, got.shape) != (kind.dtype, kind.shape):
+                raise SpmdError(f"weight {name!r} is {got}; the program was planned for {kind}")
+        binding = dataclasses.replace(self.binding, weights={**(self.binding.weights or {}), **weights})
+        return Program(self.local, binding, self.backward, self.states, self.budget)
+
+    def save(self, path: Any, weights: bool = False) -> None:
+        """Write the program to a file that `load` reads without the model's source; with ``weights`` its parameters and
+        buffers too.  Raises `SpmdError` for an argument or constant that is no plain data."""
+        save(Stored(self.local, self.binding, self.backward, self.states, self.budget), self.text(), path, weights)
+
     def __repr__(self) -> str:
         return (
             f"Program({self.local.captured.name!r}, {self.mesh}, {len(self.collectives)} collectives, "
@@ -139,6 +163,16 @@ def explain(program: Program, collective: Collective | str) -> Explanation:
     if not isinstance(program, Program):
         raise SpmdError(f"expected a Program, got {type(program).__name__}")
     return why(program.local, collective, program.budget)
+
+
+def load(path: Any) -> Program:
+    """The program in a file that `Program.save` wrote.
+
+    It is read, simulated and compiled as the one saved; its weights are those in the file, or `Program.use` gives them.
+    Nothing in a file is run or unpickled.  Raises `SpmdError` for what is no saved program, damaged, or newer.
+    """
+    stored = read(path)
+    return Program(stored.local, stored.binding, stored.backward, stored.states, stored.budget)
 
 
 class Placements:

@@ -7,9 +7,10 @@ like (mesh, placements, global shape) is worked out once, at compile time.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,8 @@ def direct(program: Partitioned, binding: Any, mesh: DeviceMesh | None, how: str
     outputs = program.outputs
     count = sum(o.kind == "output" for o in outputs)
     runner = Runner(program, halves, mesh, is_global=[True] * count, differentiable=[])
+    if binding.weights is not None:  # cut once, not at each call
+        binding = dataclasses.replace(binding, weights=runner.placed(binding.weights))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         found = runner.everything(binding.flatten(args, kwargs))
@@ -250,6 +253,12 @@ class Runner:
                 self._write_back(tensors[output.of], placed[output.of], value, with_grad=False)
             outs.append(value)
         return outs
+
+    def placed(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights by name, placed as the program takes them."""
+        slots = {i.name: s for i, s in zip(self.inputs, self.slots, strict=True)}
+        with torch.no_grad():
+            return {n: self._placed(w, slots[n]) if n in slots else w for n, w in weights.items()}
 
     def _placed(self, tensor: torch.Tensor, slot: Slot | None) -> torch.Tensor:
         if slot is None:

@@ -189,7 +189,7 @@ def type_of(value: Any, shape: Sequence[Any] | None = None) -> Type | Word | tup
     if isinstance(value, (tuple, list)):
         return tuple(type_of(v) for v in value)
     if not is_tensor(value):
-        return Word(type(value).__name__)
+        return Word("GraphModule" if isinstance(value, torch.nn.Module) else type(value).__name__)
     local = tuple(int(s) for s in value.shape)
     return Type(dtype_text(value.dtype), local if shape is None else tuple(int(s) for s in shape), local)
 

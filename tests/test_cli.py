@@ -1,5 +1,7 @@
 """The command line, as a user types it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -62,6 +64,27 @@ def test_plan(run):
 def test_dicts_and_profiles(run):
     found = run("plan", "job.py:dict_of", "--mesh", "dp=8", "--profile", "mine.toml", "--level", "summary")
     assert found.exit_code == 0 and "mesh(dp=8)" in found.output  # the option, not the dict's own mesh
+
+
+def test_saved_programs_are_shown_explained_and_compared(run):
+    given = ("plan", "job.py:tuple_of", "--placements", "tp.toml", "--mesh")
+    text = run(*given, "tp=4", "--save", "a.spmd").output
+    run(*given, "tp=8", "--save", "b.spmd")
+    assert run("show", "a.spmd").output == text
+    Path("a.txt").write_text(text)
+    for file in ("a.spmd", "a.txt"):
+        assert run("show", file).output == text
+        assert "level collectives" in run("show", file, "--level", "collectives").output
+        assert run("show", file, "--level", "summary").output.startswith(text[:20])
+    (c,) = spmd.load("a.spmd").collectives
+    assert run("explain", "a.spmd").output.startswith(f"%{c.name} = {c.kind}[tp]")
+    assert run("explain", "a.spmd", c.name).output == f"{spmd.explain(spmd.load('a.spmd'), c)}\n"
+    found = run("explain", "a.spmd", "mm")
+    assert found.exit_code == 1 and "no collective 'mm'" in found.output
+    assert run("diff", "a.spmd", "a.txt").exit_code == 0
+    assert "mesh(tp=4) -> mesh(tp=8)" in run("diff", "a.txt", "b.spmd").output
+    Path("c.spmd").write_bytes(Path("a.spmd").read_bytes()[:500])
+    assert "Traceback" not in run("show", "c.spmd").output and run("diff", "c.spmd", "a.txt").exit_code == 3
 
 
 def test_contracts(run):

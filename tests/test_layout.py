@@ -40,6 +40,7 @@ LEVELS = (
     ("joint",),
     ("capture", "local_map", "lower"),
     ("runtime",),
+    ("store",),
     ("backend", "program"),
     ("parallelize",),
     ("report",),
