@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,11 @@ def zero_unless(e: Emit, mask: Node, x: Node) -> Node:
 
 def first(e: Emit, x: Node, *factors: str) -> Node:
     """``x`` on the first device of every axis of ``factors``, zero elsewhere: a whole term of a partial sum."""
-    axes = [a for f in factors for a in e.axes(f)]
+    return first_on(e, x, [a for f in factors for a in e.axes(f)])
+
+
+def first_on(e: Emit, x: Node, axes: Sequence[str]) -> Node:
+    """``x`` on the first device of every one of ``axes``, zero elsewhere."""
     if not axes:
         return x
     one: IntExpr = math.prod(chunk(1, e.mesh[a], coordinate(a)) for a in axes)

@@ -7,17 +7,19 @@ lack the tag.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..ir import is_tensor, operands, results
+from ..ir import Emit, is_tensor, operands, results
 from ..rules import Rule, define, define_default, dims, fit
+from .forms import first_on
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def pointwise(node: Node, linear: Sequence[Sequence[int]] = ()) -> Rule | None:
+def pointwise(node: Node, linear: Sequence[Sequence[int]] = (), **fields: Any) -> Rule | None:
     """The rule of a pointwise node; None if its results are not the broadcast of its operands."""
     made = results(node)
     if not made or any(r is None or r.shape != made[0].shape for r in made):
@@ -29,7 +31,7 @@ def pointwise(node: Node, linear: Sequence[Sequence[int]] = ()) -> Rule | None:
     except RuntimeError:
         return None
     whole = dims("d", made[0].shape)
-    return fit(node, [whole[len(whole) - len(s) :] for s in given], [whole] * len(made), linear)
+    return fit(node, [whole[len(whole) - len(s) :] for s in given], [whole] * len(made), linear, **fields)
 
 
 def _each(node: Node) -> list[list[int]]:
@@ -49,7 +51,51 @@ def _quotient(node: Node) -> list[list[int]]:
 def _sum(node: Node) -> list[list[int]]:
     """Linear in both terms together; a scalar term would be added once for each device."""
     terms = [a for a in node.args[:2] if isinstance(a, Node) and is_tensor(a.meta.get("val"))]
-    return [[0, 1]] if len(terms) == 2 else [[0]] if node.args[1] == 0 else []
+    if len(terms) < 2:
+        return [[0]] if node.args[1] == 0 else []
+    return [[0, 1], [0], [1]] if _is_of_many(node) else [[0, 1]]
+
+
+def _is_of_many(node: Node) -> bool:
+    """Whether a sum is a term of another sum and of nothing else, or has such a term.
+
+    In such a sum a whole term may become part of the partial sum that the others make: they are reduced once.
+    """
+    return _only_added(node) or any(a.target in SUMS and _only_added(a) for a in map(_unshaped, operands(node)))
+
+
+def _only_added(node: Node) -> bool:
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.target in SUMS:
+            return True
+        if not _reshapes(node):
+            return False
+    return False
+
+
+def _unshaped(node: Node) -> Node:
+    while _reshapes(node):
+        node = node.args[0]
+    return node
+
+
+def _reshapes(node: Node) -> bool:
+    return node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+SUMS = (aten.add.Tensor, aten.sub.Tensor, prims.add.default, prims.sub.default)
+
+
+def _with_whole_terms(e: Emit, *args: Any, **kwargs: Any) -> Node:
+    """A sum of which a term that is whole counts on the first device alone of the axes on which the other is partial."""
+    (result,) = e.result_specs
+    given = list(args)
+    terms = [i for i, a in enumerate(args) if isinstance(a, Node)]
+    for i, spec in zip(terms, e.operand_specs, strict=True):
+        axes = [a for a in result.partial_axes() if a not in spec.partial_axes()]
+        given[i] = first_on(e, args[i], axes)
+    return e.call(e.node.target, *given, **kwargs)
 
 
 def _cast(node: Node) -> list[list[int]]:
@@ -144,7 +190,10 @@ UNTAGGED = """
 )  # fmt: skip
 def _(node: Node) -> Rule | None:
     linear = LINEAR.get(node.target)
-    return pointwise(node, linear(node) if linear else ())
+    groups = linear(node) if linear else ()
+    if node.target in SUMS and len(groups) > 1:
+        return pointwise(node, groups, form=_with_whole_terms)
+    return pointwise(node, groups)
 
 
 @define_default
