@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..cost import Profile, profile_of
 from ..ir import Captured, Partitioned
-from ..memory import Memory, held
+from ..memory import Memory, peak
 from . import annotate, pad, partition, propagate, simplify, unmerge
 
 
@@ -48,7 +48,7 @@ def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) ->
     def written(plan: propagate.Plan) -> Partitioned:
         return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
 
-    def holds(plan: propagate.Plan) -> dict[str, int]:
-        return held(written(plan), memory.states if memory is not None else 0.0)
+    def holds(plan: propagate.Plan) -> tuple[dict[str, int], int]:
+        return peak(written(plan), memory.states if memory is not None else 0.0)
 
     return written(propagate.run(annotated, annotated.mesh, profile, memory, holds))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,17 @@ from torch.distributed.tensor import Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..blend import blended, cheapest_at, counted, parts
+from ..blend import Around, blended, cheapest_at, counted, fitting
 from ..cost import Profile
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
-from ..memory import Found, Memory, cheapest_within
+from ..memory import Found, Memory, cheapest_within, lifetimes
 from ..placements import Mesh, Spec, SpmdError
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..redistribute import Move
 from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated, rule_of
 from ..solve import solve
 
+ENOUGH = 1e-3  # of the price: a gap within a budget that is not worth another search
 _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
 
 
@@ -48,28 +49,70 @@ class Plan:
 
 def run(
     captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None = None,
-    holds: Callable[[Plan], Mapping[str, float]] | None = None,
+    holds: Callable[[Plan], tuple[Mapping[str, float], int]] | None = None,
 ) -> Plan:  # fmt: skip
     """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least.
 
-    Within ``memory``: ``holds`` gives the bytes a device of a plan, by kind.
+    Within ``memory``: ``holds`` gives the bytes a device of a plan, by kind, and the number of the node at which its
+    memory peaks.
     """
     builder = _Builder(captured, mesh, profile, memory)
-    if memory is None or holds is None:
-        return builder.plan(solve(builder.problem))
+    free = builder.plan(solve(builder.problem))
+    return free if memory is None or holds is None else _within(builder, free, memory.budget, holds)
+
+
+def _within(
+    builder: _Builder, free: Plan, budget: float, holds: Callable[[Plan], tuple[Mapping[str, float], int]]
+) -> Plan:
+    """The cheapest plan found within a budget.
+
+    The solver counts what lives where plans peak: where the cheapest of all does and, if what is found then peaks
+    elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.
+    """
+    problem = builder.problem
+    peaks: list[int] = []
+    around: Around | None = None
 
     def found(solution: Solution) -> Found[Plan]:
-        plan = builder.plan(solution)
-        return Found(plan, holds(plan), counted(builder.problem, solution), solution.price, solution.bound)
+        plan = free if solution is free.solution else builder.plan(solution)
+        bytes_held, peak = holds(plan)
+        peaks.append(peak)
+        return Found(plan, bytes_held, counted(problem, solution), solution.price, solution.bound)
 
-    def between(small: Plan, cheap: Plan) -> list[Callable[[], Found[Plan]]]:
+    def at(rate: float) -> Found[Plan]:
+        return found(cheapest_at(problem, rate, around) if rate or around else free.solution)
+
+    def between(small: Plan, cheap: Plan, room: float) -> list[Callable[[], Found[Plan]]]:
         a, b = small.solution, cheap.solution
-        taken = parts(builder.problem, a, b)
-        return [functools.partial(lambda n: found(blended(builder.problem, a, b, taken[:n])), n + 1)
-                for n in range(len(taken) - 1)]  # fmt: skip
+        taken = fitting(problem, a, b, room)
+        return [functools.partial(lambda n: found(blended(problem, a, b, taken[:n])), n + 1)
+                for n in range(len(taken))]  # fmt: skip
 
-    plan, bound = cheapest_within(lambda rate: found(cheapest_at(builder.problem, rate)), between, memory.budget)
-    return dataclasses.replace(plan, solution=dataclasses.replace(plan.solution, bound=bound))
+    held, peak = holds(free)
+    if sum(held.values()) <= budget:
+        return free
+    times = [peak]
+    best, bound = None, free.solution.bound
+    for last in (False, False, True):
+        builder.count(times)
+        peaks.clear()
+        try:
+            plan, below = cheapest_within(at, between, budget)
+        except SpmdError:
+            if best is None and (last or not set(peaks) - set(times)):
+                raise
+        else:
+            bound = bound if around else max(bound, below)
+            better = best is None or plan.solution.price < best.solution.price * (1 - ENOUGH)
+            if best is None or plan.solution.price < best.solution.price:
+                best = plan
+            if bound >= best.solution.price * (1 - ENOUGH) or not better:
+                break
+            around = Around(best.solution, budget - sum(holds(best)[0].values()))
+        times += [p for p in reversed(peaks) if p not in times][:1]
+    assert best is not None
+    price = best.solution.price
+    return dataclasses.replace(best, solution=dataclasses.replace(best.solution, bound=min(bound, price)))
 
 
 class _Builder:
@@ -184,7 +227,7 @@ class _Builder:
             compute = np.zeros(len(picks))
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
-        variable = Variable(node.name, picks, compute, memory=self._held(node, picks))
+        variable = Variable(node.name, picks, compute)
         windowed = isinstance(domain, Rule) and bool(domain.windows)
         variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)
@@ -197,29 +240,43 @@ class _Builder:
         for i, o in enumerate(used):
             self._want(o, (index, i), node.meta.get("phase", "forward"))
 
-    def _held(self, node: Node, picks: tuple[Choice, ...]) -> np.ndarray | None:
-        """Bytes that each choice of a node holds at least: an input for good, what the backward reads until then.
+    def count(self, times: Sequence[int]) -> None:
+        """Let choices count the bytes they hold: inputs for good, others in the mean over ``times`` (node numbers)."""
+        lives = lifetimes(self.graph, self.captured.outputs)
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
 
-        (A partial value may be kept as the piece that a reduce-scatter makes of it.)
-        """
-        if self.memory is None or not results(node):
-            return None
-        times, saved = 1.0, [0]
-        if node.op == "placeholder":
-            i = self.inputs[node]
-            if self.captured.inputs[i].kind == "param" and i in self.trained:
-                times = 2.0 + self.memory.states
-        elif node.op == "call_function" and node.meta.get("phase") == "forward" and not _is_view(node):
-            saved = [r for r in range(len(results(node))) if _read_in_backward(node, r)]
-        else:
-            return None
-        held = np.zeros(len(picks))
-        for r in saved:
-            value = results(node)[r]
-            if value is not None:
-                shards = [_pieces(c.results[r], self.mesh) for c in picks]
-                held += times * nbytes(value) / np.array(shards)
-        return held
+        def share(first: int, last: int) -> float:
+            return sum(first <= t <= last for t in times) / len(times)
+
+        def copies(choices: Sequence[Choice], r: int, first: int, last: int) -> np.ndarray:
+            """What part of a value is held: while it is made all of a partial one, then what a reduce-scatter keeps."""
+            specs = [s for c in choices if (s := c.results[r]) is not None]
+            whole = np.array([1.0 / s.shards(self.mesh) for s in specs])
+            after = np.array([1.0 / math.prod([self.mesh[a] for a in s.partial_axes()]) for s in specs])
+            return whole * (share(first, first) + share(first + 1, last) * after)
+
+        for node, index in self.index.items():
+            variable = self.problem.variables[index]
+            held = np.zeros(len(variable.choices))
+            for r, value in enumerate(results(node)):
+                if node.op == "placeholder":
+                    pieces = np.array([c.results[r].shards(self.mesh) for c in variable.choices])  # type: ignore[union-attr]
+                    held += self._input_share(node) * nbytes(value) / pieces
+                elif (node, r) in lives and share(*lives[node, r]):
+                    held += nbytes(value) * copies(variable.choices, r, *lives[node, r])
+            variable.memory = held if held.any() else None
+        for place, index in self.keeps.items():
+            uses = [order[n] for n in place.users]
+            part = share(min(uses), max(uses))
+            variable = self.problem.variables[index]
+            kept = [0.0 if s == k else 1.0 / k.shards(self.mesh) for s, k in (c.operands for c in variable.choices)]
+            variable.memory = part * nbytes(place.meta["val"]) * np.array(kept)
+
+    def _input_share(self, node: Node) -> float:
+        """How many times its own bytes an input holds: what trains has a gradient and optimizer states."""
+        i = self.inputs[node]
+        trains = self.captured.inputs[i].kind == "param" and i in self.trained
+        return 2.0 + self.memory.states if trains and self.memory is not None else 1.0
 
     def _want(self, value: Node, consumer: tuple[int, int], phase: str) -> None:
         source, r = producer(value)
@@ -237,18 +294,15 @@ class _Builder:
         for place, r, phase in list(self.hubs):
             if phase != "backward" or (place, r, "forward") not in self.hubs:
                 continue
-            value = place.meta["val"]
             pairs = [(s, k) for c in self.problem.variables[self.index[place]].choices
                      if (s := c.results[0]) is not None for k in _gathered(s)]  # fmt: skip
             if all(s == k for s, k in pairs):
                 continue
             self.keeps[place] = index = len(self.problem.variables)
             domain = tuple(Choice((s, k), (k,)) for s, k in pairs)
-            held = [0.0 if s == k else nbytes(value) / k.shards(self.mesh) for s, k in pairs]
             self.problem.variables.append(
-                Variable(f"{place.name}.keep", self.domains.setdefault(domain, domain), np.zeros(len(pairs)),
-                         memory=np.array(held))
-            )  # fmt: skip
+                Variable(f"{place.name}.keep", self.domains.setdefault(domain, domain), np.zeros(len(pairs)))
+            )
             self._tie(place).consumers.append((index, 0))
             self.hubs[place, r, "forward"].consumers.append((index, 1))
             self.hubs[place, r, "backward"].source = (index, 0)
@@ -368,17 +422,23 @@ class _Builder:
         return self.shared[key]
 
     def _flops(self, r: Rule, c: Choice) -> float:
-        return r.flops / math.prod(self.mesh[a] for _, axes in c.factor_axes for a in axes)
+        """The most that a device does."""
+        parts = {f: math.prod(self.mesh[a] for a in axes) for f, axes in c.factor_axes}
+        return r.flops * math.prod(-(-r.sizes[f] // n) / r.sizes[f] for f, n in parts.items())
+
+    def _piece(self, value: torch.Tensor, spec: Spec) -> float:
+        """Bytes of the largest piece of a value."""
+        if not self.uneven:
+            return nbytes(value) / spec.shards(self.mesh)
+        sizes = (-(-int(n) // math.prod(self.mesh[a] for a in spec.axes_of(d))) for d, n in enumerate(value.shape))
+        return math.prod(sizes) * value.element_size()
 
     def _compute(self, node: Node, r: Rule, c: Choice) -> float:
         if node.op != "call_function" or _is_view(node):
             return 0.0
         used, made = operands(node), results(node)
-        pieces = [nbytes(o.meta["val"]) / s.shards(self.mesh) for o, s in zip(used, c.operands, strict=True)]
-        pieces += [
-            nbytes(v) / s.shards(self.mesh)
-            for v, s in zip(made, c.results, strict=True) if v is not None and s is not None
-        ]  # fmt: skip
+        pieces = [self._piece(o.meta["val"], s) for o, s in zip(used, c.operands, strict=True)]
+        pieces += [self._piece(v, s) for v, s in zip(made, c.results, strict=True) if v is not None and s is not None]
         traffic = sum(pieces)
         element = next((v.element_size() for v in made if v is not None), 4)
         flops = self._flops(r, c)
@@ -403,11 +463,6 @@ class _Builder:
         return self.profile.collectives(self.mesh, scratch.nodes)
 
 
-def _pieces(spec: Spec | None, mesh: Mesh) -> int:
-    """Into how many pieces a value may be cut without a gather."""
-    return 1 if spec is None else spec.shards(mesh) * math.prod(mesh[a] for a in spec.partial_axes())
-
-
 def _gathered(spec: Spec) -> list[Spec]:
     """``spec``, and what gathers on some of its axes make of it."""
     cut = [a for axes in spec.sharding.values() for a in axes]
@@ -422,18 +477,6 @@ def _gathered(spec: Spec) -> list[Spec]:
 
 def _is_view(node: Node) -> bool:
     return getattr(node.target, "is_view", False)
-
-
-def _read_in_backward(node: Node, r: int) -> bool:
-    """Whether the backward reads a result of a node, itself or a view of it."""
-    for user in node.users:
-        if is_getitem(user):
-            found = user.args[1] == r and _read_in_backward(user, 0)
-        else:
-            found = user.meta.get("phase") == "backward" or (_is_view(user) and _read_in_backward(user, 0))
-        if found:
-            return True
-    return False
 
 
 def _name(node: Node) -> str:

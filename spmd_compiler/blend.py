@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from .problem import Problem, Solution, Tables
+from .rules import Choice
 from .solve import _priced, solve
 
 
-def cheapest_at(problem: Problem, rate: float) -> Solution:
-    """The cheapest solution where a byte that a choice holds costs ``rate`` seconds; its price is without those, its
-    bound with them."""
-    if not rate:
-        return solve(problem)
-    variables = [
-        v if v.memory is None else dataclasses.replace(v, compute=v.compute + rate * v.memory)
-        for v in problem.variables
-    ]
+@dataclass(frozen=True)
+class Around:
+    """Choices that hold no more than ``room`` bytes more than a solution's do."""
+
+    solution: Solution
+    room: float
+
+
+def cheapest_at(problem: Problem, rate: float, around: Around | None = None) -> Solution:
+    """The cheapest solution where a byte that a choice holds costs ``rate`` seconds, among the choices ``around``
+    another; its price is without those seconds, its bound with them."""
+    variables = []
+    kept: list[np.ndarray] = []
+    domains: dict[Any, tuple[Choice, ...]] = {}  # equal ones stay one object
+    for i, v in enumerate(problem.variables):
+        keep = np.arange(len(v.choices))
+        if v.memory is not None:
+            if around is not None:
+                keep = np.flatnonzero(v.memory <= v.memory[around.solution.choices[i]] + around.room)
+            choices = v.choices
+            if len(keep) < len(choices):
+                key = (id(choices), keep.tobytes())
+                choices = domains.setdefault(key, tuple(choices[c] for c in keep))
+            v = dataclasses.replace(v, choices=choices, compute=(v.compute + rate * v.memory)[keep], memory=None)
+        variables.append(v)
+        kept.append(keep)
     found = solve(dataclasses.replace(problem, variables=variables))
-    compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, found.choices, strict=True))
-    return dataclasses.replace(found, compute=compute, price=found.price - found.compute + compute)
+    picks = [int(keep[c]) for keep, c in zip(kept, found.choices, strict=True)]
+    compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, picks, strict=True))
+    return dataclasses.replace(found, choices=picks, compute=compute, price=found.price - found.compute + compute)
 
 
 def counted(problem: Problem, solution: Solution) -> float:
@@ -51,10 +74,31 @@ def parts(problem: Problem, a: Solution, b: Solution) -> list[list[int]]:
     return list(found.values())
 
 
-def blended(problem: Problem, a: Solution, b: Solution, taken: list[list[int]]) -> Solution:
+def fitting(problem: Problem, a: Solution, b: Solution, room: float) -> list[list[int]]:
+    """Parts in which ``b`` costs less than ``a``, the largest first, as many as ``room`` more bytes are enough for."""
+    tables = Tables(problem)
+    known = a.price
+    taken = []
+    for part in sorted(parts(problem, a, b), key=lambda p: -_more(problem, a, b, p)):
+        more = _more(problem, a, b, part)
+        if more <= room and blended(problem, a, b, [part], tables).price < known:
+            taken.append(part)
+            room -= more
+    return taken
+
+
+def _more(problem: Problem, a: Solution, b: Solution, part: list[int]) -> float:
+    """Bytes that a part takes in ``b`` more than in ``a``."""
+    memory = ((problem.variables[i].memory, a.choices[i], b.choices[i]) for i in part)
+    return sum(float(m[y] - m[x]) for m, x, y in memory if m is not None)
+
+
+def blended(
+    problem: Problem, a: Solution, b: Solution, taken: list[list[int]], tables: Tables | None = None
+) -> Solution:
     """``a`` with the parts ``taken`` as in ``b``."""
     choices = list(a.choices)
     for part in taken:
         for i in part:
             choices[i] = b.choices[i]
-    return _priced(problem, Tables(problem), choices, a.columns)
+    return _priced(problem, tables or Tables(problem), choices, a.columns)

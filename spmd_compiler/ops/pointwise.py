@@ -88,7 +88,7 @@ SUMS = (aten.add.Tensor, aten.sub.Tensor, prims.add.default, prims.sub.default)
 
 
 def _with_whole_terms(e: Emit, *args: Any, **kwargs: Any) -> Node:
-    """A sum of which a term that is whole counts on the first device alone of the axes on which the other is partial."""
+    """A sum in which a whole term counts on the first device alone of the axes on which the other is partial."""
     (result,) = e.result_specs
     given = list(args)
     terms = [i for i, a in enumerate(args) if isinstance(a, Node)]
