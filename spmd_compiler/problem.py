@@ -57,7 +57,6 @@ class Problem:
     variables: list[Variable] = field(default_factory=list)
     hubs: list[Hub] = field(default_factory=list)
     uneven: frozenset[tuple[int, int]] = frozenset()
-    budget: float | None = None  # of the memory of all choices
 
 
 @dataclass

@@ -29,6 +29,8 @@ LEVELS = (
     ("ops",),
     ("problem", "memory"),
     ("quotient",),
+    ("network",),
+    ("linear",),
     ("solve", "verify"),
     ("blend",),
     ("passes.annotate", "passes.unmerge", "passes.pad", "passes.propagate", "passes.partition", "passes.simplify",

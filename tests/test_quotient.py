@@ -7,11 +7,12 @@ import pytest
 from test_solve import PROFILE, RULES, SHAPE
 
 from spmd_compiler import solve as solver
+from spmd_compiler.network import Network
 from spmd_compiler.placements import Mesh
 from spmd_compiler.problem import Hub, Problem, Tables, Variable
 from spmd_compiler.quotient import Colours
 from spmd_compiler.rules import Choice, Rule, choices
-from spmd_compiler.solve import Model, _minimum, _priced, solve
+from spmd_compiler.solve import _minimum, _priced, solve
 
 
 def chain(seed, sizes, layers):
@@ -63,12 +64,12 @@ def test_the_whole_problem_lies_between(sizes, seed, monkeypatch):
     sizes_seen = []
     for _ in range(8):
         tied, summed = colours.tied(), colours.summed()
-        upper = _minimum(Model(p, tables, tied), whole=True)
+        upper = _minimum(Network(p, tables, tied))
         if upper is not None:  # too few rounds can tie what can't be alike
             found = _priced(p, tables, [upper.picks[c] for c in tied.classes], upper.columns)
             assert found.price >= whole.price * (1 - 1e-9)
             assert found.price == pytest.approx(upper.bound, rel=1e-6)  # the program knew what its plan costs
-        lower = _minimum(Model(p, tables, summed), whole=False)
+        lower = _minimum(Network(p, tables, summed, whole=False))
         assert lower is not None and lower.bound <= whole.price * (1 + 1e-9)
         sizes_seen.append(len(tied.first))
         colours.refine(1)

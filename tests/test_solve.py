@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from spmd_compiler import solve as solver
 from spmd_compiler.blend import blended, cheapest_at, fitting, parts
 from spmd_compiler.cost import PROFILES
 from spmd_compiler.memory import Found, cheapest_within
@@ -135,13 +136,15 @@ def brute_force(p, budget=math.inf):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("sizes, nodes", [({"a": 8}, 5), ({"a": 2, "b": 4}, 3)])
-def test_equals_brute_force(sizes, nodes, seed):
+def test_equals_brute_force(sizes, nodes, seed, monkeypatch):
     p = random_problem(seed, sizes, nodes)
     expected = brute_force(p)
-    found = solve(p)
-    assert found.price == pytest.approx(expected, rel=1e-9)
-    assert found.bound <= expected * (1 + 1e-9)
-    assert found.bound == pytest.approx(expected, rel=1e-6)
+    for small in (solver.SMALL, 0):  # 0: what message passing leaves
+        monkeypatch.setattr(solver, "SMALL", small)
+        found = solve(p)
+        assert found.price == pytest.approx(expected, rel=1e-9)
+        assert found.bound <= expected * (1 + 1e-9)
+        assert found.bound == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(8))
