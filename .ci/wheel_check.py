@@ -23,6 +23,6 @@ spec = importlib.util.find_spec("spmd_compiler.passes")
 assert spec is not None and spec.origin is not None, "spmd_compiler.passes is not in the wheel"
 files = {str(f) for f in importlib.metadata.files("spmd_compiler") or ()}
 for wanted in ("spmd_compiler/passes/__init__.py", "spmd_compiler/ops/__init__.py", "spmd_compiler/py.typed",
-               "pytest_spmd.py"):
+               "pytest_spmd.py", "spmd_compiler/report.html"):
     assert wanted in files, f"{wanted} is not in the wheel"
 print("the wheel works on its own")

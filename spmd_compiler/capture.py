@@ -295,7 +295,9 @@ def _fake_of(value: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
 
 
 def untraced(model_or_fn: Any) -> Any:
-    """What a compiled module or function was made from.  Raises `SpmdError` for what can't be traced."""
+    """What a compiled or exported module or function stands for.  Raises `SpmdError` for what can't be traced."""
+    if isinstance(model_or_fn, torch.export.ExportedProgram):
+        return model_or_fn.module()
     if isinstance(model_or_fn, torch._dynamo.OptimizedModule):
         return model_or_fn._orig_mod
     if isinstance(model_or_fn, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):

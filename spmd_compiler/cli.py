@@ -16,10 +16,13 @@ import click
 from .contracts import ContractError, Limits
 from .cost import PROFILES, read_toml
 from .diff import diff as compare
+from .hf import training_step
 from .placements import SpmdError
 from .program import Program, explain, export, load
 from .reader import parse
+from .report import report
 from .text import LEVELS, Text, readable, summary
+from .timeline import timeline, write_trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,11 +35,12 @@ def main() -> None:
     epilog="\b\nExamples:\n"
     "  spmd-compiler plan train.py:step --mesh dp=8,tp=4 --profile h100\n"
     "  spmd-compiler plan train.py:step --mesh dp=64 --placements fsdp.toml --backward --level summary\n"
+    "  spmd-compiler plan hf:llama --config config.json --mesh dp=8,tp=8 --placements tp.toml\n"
     "\b\nA file of placements has a table or a line for each name or glob:\n"
     "  ['layers.*.weight']\n"
     "  tp = 'S(0)'\n"
 )
-@click.argument("target", metavar="FILE.py:FUNCTION")
+@click.argument("target", metavar="FILE.py:FUNCTION|hf:KIND")
 @click.option("--mesh", required=True, metavar="AXIS=SIZE,...", help="The devices, outermost axis first.")
 @click.option("--profile", metavar="NAME|FILE.toml", help=f"Prices: {', '.join(PROFILES)}, or a file.")
 @click.option("--placements", "file", type=click.Path(exists=True, dir_okay=False), help="Placements by name, as TOML.")
@@ -46,12 +50,16 @@ def main() -> None:
 @click.option("--expect", multiple=True, metavar="KIND[AXIS]=N", help="How many there must be (repeatable).")
 @click.option("--max-wire", metavar="BYTES", help="What a device may send: 10MiB.")
 @click.option("--max-memory", metavar="BYTES", help="What a device may hold: 60GiB.")
+@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="Of hf:KIND: its configuration, as JSON.")
+@click.option("--batch", default=8, show_default=True, help="Of hf:KIND: sequences a step.")
+@click.option("--length", default=2048, show_default=True, help="Of hf:KIND: tokens a sequence.")
 @click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
     target: str, mesh: str, profile: str | None, file: str | None, backward: bool | None, level: str,
     forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None, to: str | None,
+    config: str | None, batch: int, length: int,
 ) -> None:  # fmt: skip
-    """Plan what FUNCTION returns and print the program.
+    """Plan what FUNCTION returns, or a training step of a language model of transformers, and print the program.
 
     FUNCTION takes no arguments and gives what `spmd_compiler.export` takes: a tuple (model or function, args[,
     kwargs]), or a dict of export's own arguments.  What the options say replaces what the dict says.  Build
@@ -59,7 +67,10 @@ def plan(
     --max-memory) is explained, and the exit code is 2.
     """
     try:
-        asked = _arguments(_load(target)())
+        if target.startswith("hf:"):
+            asked = training_step(target.removeprefix("hf:"), config, batch, length)
+        else:
+            asked = _arguments(_load(target)())
         asked["mesh"] = _mesh(mesh)
         if file is not None:
             asked["placements"] = read_toml(file)
@@ -112,6 +123,27 @@ def explain_(file: str, collective: str | None) -> None:
         raise click.ClickException(str(error)) from None
     for c in sorted(program.collectives, key=lambda c: -c.wire_bytes):
         click.echo(f"%{c.name} = {c.kind}[{c.axis}]  {c.source}  {c.phase}  {readable(c.wire_bytes)} wire: {c.why}")
+
+
+@main.command(
+    "report",
+    epilog="\b\nExamples:\n  spmd-compiler report job.spmd -o report.html --trace trace.json\n"
+    "  spmd-compiler report new.spmd --against old.spmd -o report.html\n",
+)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+@click.option("-o", "out", required=True, type=click.Path(dir_okay=False), help="The page to write.")
+@click.option("--against", type=click.Path(exists=True, dir_okay=False), help="A saved program to compare with.")
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write the predicted timeline for Perfetto too.")
+def report_(file: str, out: str, against: str | None, trace: str | None) -> None:
+    """Write a self-contained page of the saved program FILE: placements, communication, timeline, memory, text."""
+    try:
+        program = load(file)
+        page = report(program, load(against) if against is not None else None)
+    except SpmdError as error:
+        raise click.ClickException(str(error)) from None
+    Path(out).write_text(page)
+    if trace is not None:
+        write_trace(timeline(program.local), program.local.captured.name, trace)
 
 
 class _BadInput(click.ClickException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,29 +32,34 @@ def peak(local: Partitioned, states: float) -> tuple[dict[str, int], int]:
     """What `held` gives, and the number of the node of the joint graph at which activations reach their peak."""
     found = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     nodes = list(local.graph.graph.nodes)
-    live = 0
     for node, i in zip((n for n in nodes if n.op == "placeholder"), local.inputs, strict=True):
         if i.kind in ("param", "buffer"):
             found["parameters"] += sum(map(nbytes, results(node)))
-        else:
-            live += sum(map(nbytes, results(node)))
     for value, o in zip(nodes[-1].args[0], local.outputs, strict=True):
         if o.kind == "grad" and value is not None:
             found["gradients"] += nbytes(value.meta["val"])
             if o.of is not None and local.inputs[o.of].kind == "param":
                 found["optimizer"] += round(states * nbytes(value.meta["val"]))
-    change = [0] * (len(nodes) + 1)
-    for (node, r), (first, last) in lifetimes(local.graph.graph, local.outputs).items():
-        change[first] += nbytes(results(node)[r])
-        change[last + 1] -= nbytes(results(node)[r])
     order = {n.name: i for i, n in enumerate(local.captured.graph.graph.nodes)}
     now = top = 0
-    for node, more in zip(nodes, change, strict=False):
-        live += more
+    for node, live in zip(nodes, curve(local), strict=True):
         now = max(now, order.get(node.meta.get("origin", ""), 0))
         if live > found["activations"]:
             found["activations"], top = live, now
     return found, top
+
+
+def curve(local: Partitioned) -> list[int]:
+    """Bytes of live inputs and values at each node of the schedule."""
+    nodes = list(local.graph.graph.nodes)
+    change = [0] * (len(nodes) + 1)
+    for node, i in zip((n for n in nodes if n.op == "placeholder"), local.inputs, strict=True):
+        if i.kind not in ("param", "buffer"):
+            change[0] += sum(map(nbytes, results(node)))
+    for (node, r), (first, last) in lifetimes(local.graph.graph, local.outputs).items():
+        change[first] += nbytes(results(node)[r])
+        change[last + 1] -= nbytes(results(node)[r])
+    return list(itertools.accumulate(change[:-1]))
 
 
 def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int], tuple[int, int]]:

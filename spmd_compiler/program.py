@@ -249,7 +249,7 @@ def export(
     memory_budget: float | None = None,
     optimizer_states: float = 2.0,
 ) -> Program:
-    """Plan a program on a mesh that need not exist.
+    """Plan a program on a mesh that need not exist: a module, a function, or a `torch.export.ExportedProgram`.
 
     ``placements`` maps names of parameters, buffers and inputs (``"ids"``, ``"args.0"``, ``"batch.ids"``) and
     outputs (``"out"``, ``"out.0"``), or globs of them, to ``{axis: placement}``, a sequence of placements in axis

@@ -1,5 +1,6 @@
 """The command line, as a user types it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,20 @@ def test_saved_programs_are_shown_explained_and_compared(run):
     assert "mesh(tp=4) -> mesh(tp=8)" in run("diff", "a.txt", "b.spmd").output
     Path("c.spmd").write_bytes(Path("a.spmd").read_bytes()[:500])
     assert "Traceback" not in run("show", "c.spmd").output and run("diff", "c.spmd", "a.txt").exit_code == 3
+
+
+def test_a_configuration_of_transformers(run):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    Path("config.json").write_text(json.dumps(sizes | {"model_type": "llama", "num_key_value_heads": 2}))
+    Path("dp.toml").write_text('ids = "{dp: S(0)}"\n"*.mlp.*.weight" = "{dp: S(0)}"\n')
+    given = ("--config", "config.json", "--mesh", "dp=4", "--batch", "4", "--length", "16", "--placements", "dp.toml")
+    found = run("plan", "hf:llama", *given, "--level", "collectives")
+    assert found.exit_code == 0, found.output
+    assert '"model.layers.0.mlp.up_proj.weight"' in found.output and "bf16[64, 32 | 16, 32]" in found.output
+    assert "i64[4, 16 | 1, 16]" in found.output and 'grad "lm_head.weight"' in found.output
+    found = run("plan", "hf:gpt2", *given)
+    assert found.exit_code == 1 and "no configuration of 'gpt2'" in found.output
+    assert "hf:nothing" in run("plan", "hf:nothing", "--mesh", "dp=4").output
 
 
 def test_contracts(run):

@@ -114,3 +114,16 @@ def test_compiled_modules_are_what_they_were_made_from():
     program = spmd.export(torch.compile(layer), (X,), mesh=MESH, placements={"weight": {"a": Shard(0)}})
     torch.testing.assert_close(program.simulate(X), layer(X))
     assert program.text().startswith('program "Linear"')
+
+
+def test_an_exported_program():
+    """Planned as the module it was exported from; parameters and buffers keep their names."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 8)).double()
+    x = torch.randn(6, 8, dtype=torch.float64)
+    exported = torch.export.export(model, (x,))
+    where = {"0.weight": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}, "input": {"dp": Shard(0)}}
+    program = spmd.export(exported, (x,), mesh={"dp": 2, "tp": 2}, placements=where, profile="bytes", verify=True)
+    torch.testing.assert_close(program.simulate(x), model(x))
+    direct = spmd.export(model, (x,), mesh={"dp": 2, "tp": 2}, placements=where, profile="bytes")
+    assert program.wire_bytes == direct.wire_bytes and program.placements == direct.placements

@@ -27,7 +27,7 @@ LEVELS = (
     ("ops.known", "ops.window"),
     ("ops.index", "ops.pool"),
     ("ops",),
-    ("problem", "memory"),
+    ("problem", "memory", "timeline"),
     ("quotient",),
     ("network",),
     ("linear",),
@@ -45,7 +45,7 @@ LEVELS = (
     ("store",),
     ("backend", "program"),
     ("parallelize",),
-    ("report",),
+    ("report", "hf"),
     ("cli", "pytest_plugin"),
     ("",),
 )  # fmt: skip

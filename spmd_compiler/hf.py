@@ -1,0 +1,50 @@
+"""A training step of a causal language model of `transformers`, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .placements import SpmdError
+
+
+class Loss(torch.nn.Module):
+    """The loss of a causal language model on its own input; parameters go by the model's names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        object.__setattr__(self, "whole", model)  # not a submodule: the names stay
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.whole(input_ids=ids, labels=ids).loss
+
+
+def training_step(kind: str, config: str | None, batch: int, length: int) -> dict[str, Any]:
+    """What `export` takes for a step of the model ``kind`` (``"llama"``) on the meta device.
+
+    ``config`` is a JSON file of its configuration (None: the default one).  The batch is [batch, length].
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise SpmdError("hf:KIND needs transformers: pip install transformers") from None
+    try:
+        given = json.loads(Path(config).read_text()) if config is not None else {}
+    except ValueError as error:
+        raise SpmdError(f"{config}: {error}") from None
+    if not isinstance(given, dict) or given.get("model_type", kind) != kind:
+        raise SpmdError(f"{config} is no configuration of {kind!r}")
+    try:
+        made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
+        made.use_cache = False
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(made, dtype=made.dtype or torch.bfloat16)
+            ids = torch.empty(batch, length, dtype=torch.int64)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SpmdError(f"hf:{kind}: {error}") from None
+    return {"model_or_fn": Loss(model), "args": (ids,), "backward": True, "name": kind}

@@ -1,0 +1,99 @@
+"""A predicted timeline of one step: a stream of computation and one of collectives, as a profile prices them.
+
+Nodes run in the order of the program.  A collective starts when its operand is there and the one before it is done;
+computation goes on until it needs the result.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from .collectives import KINDS, axes_of, is_collective, message_bytes
+from .cost import Profile, profile_of
+from .ir import Partitioned, is_getitem, nbytes, results, source_line
+from .placements import Mesh
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What runs on a stream from ``start`` for ``seconds``."""
+
+    name: str
+    what: str
+    stream: str
+    start: float
+    seconds: float
+    phase: str
+    source: str
+
+
+def timeline(local: Partitioned) -> list[Event]:
+    """The events of one step on a device; views and other calls that take no time are left out."""
+    profile, mesh = profile_of(local.profile), local.mesh
+    ready: dict[Node, float] = {}
+    free = {COMPUTE: 0.0, COMMUNICATION: 0.0}
+    events = []
+    for node in local.graph.graph.nodes:
+        begin = max((ready[n] for n in node.all_input_nodes), default=0.0)
+        seconds, stream = duration(node, mesh, profile)
+        if seconds:
+            begin = max(begin, free[stream])
+            free[stream] = begin + seconds
+            phase = "backward" if node.meta.get("phase") == "backward" else "forward"
+            axes = f"[{'/'.join(axes_of(node))}]" if is_collective(node) else ""
+            what = f"{KINDS[node.target]}{axes}" if axes else str(node.target).removesuffix(".default")
+            events.append(Event(node.name, what, stream, begin, seconds, phase, source_line(node)))
+        ready[node] = begin + seconds
+    return events
+
+
+def duration(node: Node, mesh: Mesh, profile: Profile) -> tuple[float, str]:
+    """``(seconds, stream)`` of a node of a local graph."""
+    if is_collective(node):
+        return profile.collective(mesh, KINDS[node.target], axes_of(node), message_bytes(node)), COMMUNICATION
+    if node.op != "call_function" or is_getitem(node) or getattr(node.target, "is_view", False):
+        return 0.0, COMPUTE
+    made = [v for v in results(node) if v is not None]
+    traffic = sum(map(nbytes, made)) + sum(nbytes(v) for n in node.all_input_nodes for v in results(n))
+    flops = _flops(node)
+    element = made[0].element_size() if made else 4
+    return profile.compute(flops, traffic, element) - (0.0 if flops else profile.launch), COMPUTE
+
+
+def _flops(node: Node) -> float:
+    """By torch's own formulas; 0.0 where it has none."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0.0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def trace(events: list[Event], name: str) -> dict[str, Any]:
+    """Chrome's trace format, which Perfetto reads: microseconds, one thread for each stream."""
+    threads = {COMPUTE: 1, COMMUNICATION: 2}
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": stream}}
+        for stream, tid in threads.items()
+    ]
+    found.append({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"{name} (predicted)"}})
+    for e in events:
+        found.append({
+            "ph": "X", "pid": 1, "tid": threads[e.stream], "name": e.what, "cat": e.phase, "ts": e.start * 1e6,
+            "dur": e.seconds * 1e6, "args": {"value": f"%{e.name}", "source": e.source},
+        })  # fmt: skip
+    return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+
+def write_trace(events: list[Event], name: str, path: str) -> None:
+    """Write a trace file for ``ui.perfetto.dev`` or ``chrome://tracing``."""
+    with open(path, "w") as file:
+        json.dump(trace(events, name), file)
