@@ -156,18 +156,46 @@ def _user_line(error: BaseException) -> str:
 
 
 class UserLines(TorchFunctionMode):
-    """Notes the user's line (the innermost frame outside torch and this package) on the nodes of each call."""
+    """Notes the user's line (the innermost frame outside torch and this package) on the nodes of each call.
+
+    Where an exported graph runs, it is the line that the graph's node was traced from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traced: dict[GraphModule, dict[int, str]] = {}  # by line of the graph's code
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # the bodies of higher-order operators
             return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            if frame.f_code.co_filename.startswith("<eval_with_key>") and (line := self._traced_at(frame)):
+                fx_traceback.set_stack_trace([line])
+                return func(*args, **(kwargs or {}))
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
             code = frame.f_code
             fx_traceback.set_stack_trace([f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'])
         return func(*args, **(kwargs or {}))
+
+    def _traced_at(self, frame: Any) -> str | None:
+        gm = frame.f_locals.get("self")
+        if not isinstance(gm, GraphModule):
+            return None
+        if gm not in self.traced:
+            nodes, start = list(gm.graph.nodes), getattr(gm, "_prologue_start", 0)
+            places = getattr(gm, "_lineno_map", None) or {}
+            traces = {n + start: nodes[i].stack_trace for n, i in places.items() if i is not None and i < len(nodes)}
+            self.traced[gm] = {n: _innermost(trace) for n, trace in traces.items() if trace}
+        return self.traced[gm].get(frame.f_lineno)
+
+
+def _innermost(trace: str) -> str:
+    """The innermost frame of a stack trace that is outside torch and this package."""
+    frames = [f'  File "{part}' for part in trace.split('  File "')[1:]]
+    own = [f for f in frames if not f.removeprefix('  File "').startswith(_LIBRARIES)]
+    return (own or frames or [trace])[-1]
 
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")

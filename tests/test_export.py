@@ -127,3 +127,16 @@ def test_an_exported_program():
     torch.testing.assert_close(program.simulate(x), model(x))
     direct = spmd.export(model, (x,), mesh={"dp": 2, "tp": 2}, placements=where, profile="bytes")
     assert program.wire_bytes == direct.wire_bytes and program.placements == direct.placements
+
+
+class Wave(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.silu(x.sin())
+
+
+def test_an_exported_program_keeps_its_source_lines():
+    exported = torch.export.export(Wave(), (torch.zeros(4),))
+    program = spmd.export(exported, (torch.zeros(4),), mesh={"a": 2})
+    direct = spmd.export(Wave(), (torch.zeros(4),), mesh={"a": 2})
+    sources = [{line.partition("  # ")[2] for line in p.text().splitlines() if "aten." in line} for p in (program, direct)]
+    assert sources[0] == sources[1] and len(sources[0]) == 1 and "test_export.py:" in sources[0].pop()
