@@ -54,9 +54,11 @@ def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
         from spmd_compiler import SpmdError, diff
 
         try:
-            change = diff(golden, text)
+            change, problem = diff(golden, text), None
         except SpmdError as error:
-            pytest.fail(f"{shown} can't be read: {error}; to write it anew, run\n  {command}", pytrace=False)
+            change, problem = None, error
+        if change is None:
+            pytest.fail(f"{shown} can't be read: {problem}; to write it anew, run\n  {command}", pytrace=False)
         if not change.same:
             words = "\n".join(change.lines())
             pytest.fail(f"the program differs from {shown}:\n{words}\nto accept it, run\n  {command}", pytrace=False)
