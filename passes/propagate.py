@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -150,9 +149,6 @@ class _Builder:
         if self.memory is not None:
             self._add_keeps()
         self.problem.hubs = list(self.hubs.values())
-        used = collections.Counter(h.source[0] for h in self.problem.hubs)
-        for i, variable in enumerate(self.problem.variables):
-            variable.sole = used[i] == 1
         return sinks
 
     def plan(self, solution: Solution) -> Plan:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 
 from .cost import Profile
 from .placements import Mesh, Spec
@@ -32,7 +32,6 @@ class Variable:
     choices: tuple[Choice, ...]
     compute: np.ndarray
     transparent: bool = False
-    sole: bool = False  # only one of its results is used, through one hub
     memory: np.ndarray | None = None  # bytes that each choice holds from the forward to the backward, or for good
 
 
@@ -164,48 +163,23 @@ class Tables:
     def arcs_kept(self, hub: Hub, table: Table) -> np.ndarray:
         """The arcs that some cheapest plan may need.
 
-        With one consumer two kinds are never needed.  Gathers and exchanges before a `transparent` consumer are put
-        off until after it (slices are not: they go as early as they can).  A slice, which is free, of what a choice
-        makes is given up where another choice makes the slice itself from (free) slices of the same operands with
-        no more compute.
+        Gathers and exchanges before a `transparent` consumer that is the only one are put off until after it (slices
+        are not: they go as early as they can).
         """
         keep = np.full(len(table.moves), not hub.tied)
         if hub.tied or len(hub.consumers) != 1:
             return keep
         producer, consumer = self.problem.variables[hub.source[0]], self.problem.variables[hub.consumers[0][0]]
-        key = (id(producer.choices), id(consumer.choices), consumer.transparent, producer.sole, id(table))
+        key = (id(producer.choices), id(consumer.choices), consumer.transparent, id(table))
         if key not in self.kept:
             wanted = {c.operands[0] for c in consumer.choices} if consumer.transparent else set()
             free = consumer.transparent and not consumer.compute.any()
-            given: dict[Spec | None, list[int]] = {}
-            for i, c in enumerate(producer.choices if producer.sole else ()):
-                given.setdefault(c.results[hub.source[1]], []).append(i)
             for i, move in enumerate(table.moves):
                 late = move.kind in ("all_gather", "all_to_all", "permute") or (free and move.kind not in LOCAL)
                 if late:
                     keep[i] = move.source not in wanted or (free and move.target not in wanted)
-                elif move.kind == "slice" and move.source in given and move.target in given:
-                    keep[i] = not all(
-                        any(_slices_to(producer, c, d) for d in given[move.target]) for c in given[move.source]
-                    )
             self.kept[key] = keep
         return self.kept[key]
-
-
-def _slices_to(v: Variable, c: int, d: int) -> bool:
-    """Whether choice ``d`` needs no more than slices of what choice ``c`` reads, and no more compute."""
-    return v.compute[d] <= v.compute[c] and all(
-        _slice_of(a, b) for a, b in zip(v.choices[c].operands, v.choices[d].operands, strict=True)
-    )
-
-
-def _slice_of(whole: Spec, part: Spec) -> bool:
-    if whole == part:
-        return True
-    for a, b in zip(whole.placements, part.placements, strict=True):
-        if a != b and not (type(a) is Replicate and type(b) is Shard):
-            return False
-    return all(part.axes_of(d)[: len(axes)] == axes for d, axes in whole.sharding.items())
 
 
 @functools.lru_cache(maxsize=4096)

@@ -77,7 +77,7 @@ class Colours:
             for k, i in hub.consumers:
                 self.reads[k].append((i, j))
         self.colours = _numbered(
-            (id(v.choices), v.compute.tobytes(), b"" if v.memory is None else v.memory.tobytes(), v.transparent, v.sole)
+            (id(v.choices), v.compute.tobytes(), b"" if v.memory is None else v.memory.tobytes(), v.transparent)
             for v in problem.variables
         )
 

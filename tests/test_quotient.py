@@ -24,7 +24,7 @@ def chain(seed, sizes, layers):
     consumers: dict[int, list[tuple[int, int]]] = {}
 
     def add(name, picks, compute, reads=()):
-        p.variables.append(Variable(name, picks, compute, sole=True))
+        p.variables.append(Variable(name, picks, compute))
         for i, value in enumerate(reads):
             consumers.setdefault(value, []).append((len(p.variables) - 1, i))
         return len(p.variables) - 1

@@ -63,8 +63,6 @@ def random_problem(seed, sizes, nodes):
         p.variables.append(Variable("sink", (Choice((spec,), ()),), np.zeros(1)))
         consumers.setdefault(value, []).append((len(p.variables) - 1, 0))
     p.hubs = [Hub((v, 0), users, SHAPE, 4) for v, users in consumers.items()]
-    for v in consumers:
-        p.variables[v].sole = True
     return p
 
 
@@ -193,8 +191,8 @@ def test_a_slice_is_not_put_off_for_ever():
     view = choices(RULES["view"], mesh)
     p = Problem(mesh, PROFILE)
     p.variables += [
-        Variable("input", (whole,), np.zeros(1), sole=True),
-        Variable("view", view, np.zeros(len(view)), transparent=True, sole=True),
+        Variable("input", (whole,), np.zeros(1)),
+        Variable("view", view, np.zeros(len(view)), transparent=True),
         Variable("sink", (Choice(piece.results, ()),), np.zeros(1)),
     ]
     p.hubs = [Hub((0, 0), [(1, 0)], SHAPE, 4), Hub((1, 0), [(2, 0)], SHAPE, 4)]
