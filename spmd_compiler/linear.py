@@ -100,9 +100,11 @@ class Program:
             self.less_rows += count
 
     def most_active(self) -> float:
-        """What the columns of a plan can add up to: its choices, and a path of moves to each consumer."""
-        axes = len(self.network.problem.mesh.axes)
-        return sum(n.size for n in self.network.nodes) + sum(h.count for h in self.network.links) * (axes + 1)
+        """What the columns of a plan can add up to, of those that have an alternative: choices, and on each link a move
+        along every axis and one more."""
+        most = len(self.network.problem.mesh.axes) + 1
+        nodes = sum(n.size for n in self.network.nodes if n.kept.sum() > 1)
+        return nodes + sum(h.count * min(most, int(h.kept.sum())) for h in self.network.links)
 
     def matrices(self) -> tuple[np.ndarray, csr_matrix, np.ndarray, csr_matrix | None]:
         def build(parts: list[Entries], rows: int) -> csr_matrix:
@@ -148,7 +150,8 @@ def minimum(network: Network) -> Minimum | None:
     # where equal prices make the simplex stall, as they do in large programs, a little noise, the same in every run,
     # parts them; limits count iterations, for every rank must do the same
     rows = program.equal_rows + program.less_rows
-    attempts = [(0.0, None, rows + 10_000), (1e-5, "devex", 10 * rows), (1e-2, "devex", 20 * rows)]
+    noisy = [(1e-4, "devex", rows // 2), (1e-2, "devex", rows), (1.0, "devex", 20 * rows)]
+    attempts = [(0.0, None, rows + 10_000), *noisy]
     for level, edges, limit in attempts[program.columns > NOISY :]:
         found, bound = relaxed.solve(level, edges, limit)
         if found.status != 1:
@@ -172,6 +175,9 @@ class Relaxation:
         self.program = program
         self.cost, self.equal, self.rhs, self.less = program.matrices()
         self.draw = np.random.default_rng(0).random(program.columns)
+        for node in program.network.nodes:
+            if node.kept.sum() == 1:
+                self.draw[program.first[id(node)]] = 0.0
 
     def solve(self, level: float, edges: str | None, limit: int, upper: Any = None) -> tuple[Any, float]:
         """HiGHS's answer with noise of a ``level`` in the costs, and a bound of every plan."""
@@ -210,7 +216,7 @@ class Relaxation:
             _, first, count, best = max(open_)
             upper[-first : -first + count] = 0.0
             upper[-first + best] = np.inf
-            found, _ = self.solve(1e-5, "devex", 10 * (program.equal_rows + program.less_rows), upper)
+            found, _ = self.solve(1e-4, "devex", 10 * (program.equal_rows + program.less_rows), upper)
             if not found.success:
                 return None
             values, price = found.x, found.fun
