@@ -132,6 +132,87 @@ def continued_backward(mode: str) -> Callable[[Tensor, Tensor, Any], Tensor]:
 PADS = {"reflection": "reflect", "replication": "replicate"}
 
 
+# --- adaptive pooling -----------------------------------------------------------------------------------------
+
+
+def adaptive_max_pool(x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
+    """The maximum of each window and its place in the plane.  Windows of different sizes are filled up to the largest
+    with their last element, which changes nothing; where all are equal it is max pooling."""
+    count = len(sizes)
+    plane = x.shape[x.dim() - count :]
+    if all(n % m == 0 for n, m in zip(plane, sizes, strict=True)):
+        kernel = [n // m for n, m in zip(plane, sizes, strict=True)]
+        pool = aten.max_pool2d_with_indices if count == 2 else aten.max_pool3d_with_indices
+        return pool(x, kernel, kernel)
+    lead, places = x.dim() - count, []
+    for d, (n, m) in enumerate(zip(plane, sizes, strict=True)):
+        windows = [(o * n // m, -(-(o + 1) * n // m)) for o in range(m)]
+        width = max(end - begin for begin, end in windows)
+        o, j = torch.arange(m, device=x.device).unsqueeze(1), torch.arange(width, device=x.device)
+        last = ((o + 1) * n + m - 1).div(m, rounding_mode="floor") - 1
+        places.append(torch.minimum((o * n).div(m, rounding_mode="floor") + j, last))
+        x = x[(..., places[d], *[slice(None)] * (count - 1 - d))]
+    x = x.permute(*range(lead), *range(lead, x.dim(), 2), *range(lead + 1, x.dim(), 2)).flatten(lead + count)
+    values, at = x.max(-1)
+    index = torch.zeros_like(at)
+    for d in reversed(range(count)):
+        width = places[d].shape[1]
+        digit, at = at.remainder(width), at.div(width, rounding_mode="floor")
+        first, last = (places[d][:, k].reshape([-1] + [1] * (count - 1 - d)) for k in (0, -1))
+        stride = math.prod(plane[d + 1 :])
+        index = index + torch.minimum(first + digit, last) * stride
+    return values, index
+
+
+# --- resizing ---------------------------------------------------------------------------------------------
+
+
+def resize(x: Tensor, sizes: Any, aligned: bool, scales: Any, cubic: bool) -> Any:
+    """Linear or cubic interpolation, a dim after the other: what an element reads is one lookup."""
+    if not x.is_floating_point():
+        return NotImplemented
+    lead, taps = x.dim() - len(sizes), 4 if cubic else 2
+    y = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    for d, m in enumerate(sizes):
+        n, place = x.shape[lead + d], torch.arange(m, dtype=y.dtype, device=x.device)
+        if aligned:
+            source = place * ((n - 1) / (m - 1) if m > 1 else 0.0)
+        else:
+            source = (place + 0.5) * (1 / scales[d] if scales[d] else n / m) - 0.5
+            source = source if cubic else source.clamp_min(0)
+        t = (source - source.floor()).unsqueeze(1)
+        weights = torch.cat([_cubic(t + 1, False), _cubic(t, True), _cubic(1 - t, True), _cubic(2 - t, False)]
+                            if cubic else [1 - t, t], 1)  # fmt: skip
+        at = source.floor().long().unsqueeze(1) + torch.arange(taps, device=x.device) - (taps // 2 - 1)
+        behind = len(sizes) - 1 - d
+        y = y[(..., at.clamp(0, n - 1), *[slice(None)] * behind)]
+        y = (y * weights.reshape(m, taps, *[1] * behind)).sum(lead + d + 1)
+    return y.to(x.dtype)
+
+
+def _cubic(t: Tensor, near: bool, a: float = -0.75) -> Tensor:
+    """Keys' convolution kernel (IEEE ASSP 29, 1981) with torch's ``a``, at distances up to 1 or from 1 to 2."""
+    return ((a + 2) * t - (a + 3)) * t * t + 1 if near else ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+
+
+RESIZES = {"upsample_linear1d": False, "upsample_bilinear2d": False, "upsample_trilinear3d": False,
+           "upsample_bicubic2d": True}  # fmt: skip
+
+
+def resize_to(cubic: bool) -> Callable[..., Any]:
+    return lambda x, sizes, aligned, *scales: resize(x, sizes, aligned, [*scales, None, None, None], cubic)
+
+
+def resize_by(cubic: bool) -> Callable[..., Any]:
+    def decomposed(x: Tensor, sizes: Any, aligned: bool, factors: Any) -> Any:
+        count = x.dim() - 2
+        if sizes is None:
+            sizes = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
+        return resize(x, sizes, aligned, factors or [None] * count, cubic)
+
+    return decomposed
+
+
 # --- losses -------------------------------------------------------------------------------------------------
 
 
@@ -189,10 +270,14 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 
 @functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
-    """By overload; they go before Inductor's."""
+    """By overload; they go before Inductor's, which serve where one of them returns NotImplemented."""
     named = [(getattr(aten, f"{name}_pad{n}d"), mode) for name, mode in PADS.items() for n in (1, 2, 3)]
     back = [(getattr(aten, f"{name}_pad{n}d_backward"), mode) for name, mode in PADS.items() for n in (1, 2, 3)]
     return {
+        **{getattr(aten, name).default: resize_to(cubic) for name, cubic in RESIZES.items()},
+        **{getattr(aten, name).vec: resize_by(cubic) for name, cubic in RESIZES.items()},
+        aten.adaptive_max_pool2d.default: adaptive_max_pool,
+        aten.adaptive_max_pool3d.default: adaptive_max_pool,
         aten._pad_circular.default: continued("circular"),
         **{op.default: continued(mode) for op, mode in named},
         **{op.default: continued_backward(mode) for op, mode in back},

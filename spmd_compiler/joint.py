@@ -42,7 +42,19 @@ aten = torch.ops.aten
 def all_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Inductor's decompositions and ours; attention, clones and max pooling's backward stay."""
     kept = ("scaled_dot_product", "aten.clone", "max_pool2d_with_indices_backward")
-    return {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)} | table()
+    theirs = {op: f for op, f in select_decomp_table().items() if not any(k in str(op) for k in kept)}
+    return theirs | {op: _first(f, theirs.get(op)) for op, f in table().items()}
+
+
+def _first(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    if theirs is None:
+        return ours
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        made = ours(*args, **kwargs)
+        return theirs(*args, **kwargs) if made is NotImplemented else made
+
+    return decomposed
 
 
 @dataclass
@@ -109,7 +121,7 @@ def _own_kernels() -> Iterator[None]:
     saved = [op.py_kernels.get(key) for op, key in replaced]
     try:
         for op, key in replaced:
-            op.py_kernels[key] = table()[op]
+            op.py_kernels[key] = _first(table()[op], op.py_kernels.get(key))
             op._dispatch_cache.clear()
         yield
     finally:

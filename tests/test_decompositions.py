@@ -59,3 +59,40 @@ def test_weight_norm_backward(dim):
     grad = torch.randn(shape)
     want = torch.ops.aten._weight_norm_interface_backward(grad, v, g, norm, dim % 3)
     torch.testing.assert_close(ours.weight_norm_backward(grad, v, g, norm, dim), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("mode, shape, size", [
+    ("linear", (2, 3, 9), (5,)), ("bilinear", (2, 3, 5, 8), (10, 3)), ("bilinear", (2, 3, 1, 4), (3, 4)),
+    ("trilinear", (1, 2, 4, 3, 5), (4, 6, 3)), ("bicubic", (2, 3, 6, 5), (4, 11)), ("bicubic", (2, 3, 2, 3), (1, 6)),
+])  # fmt: skip
+def test_resize(dtype, aligned, mode, shape, size):
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype)
+    got = ours.resize(x, size, aligned, [None] * 3, mode == "bicubic")
+    rounding = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(got, F.interpolate(x, size, mode=mode, align_corners=aligned), **rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_programs_resize_by_a_factor(dtype, mode):
+    """The factor given counts, not the sizes; whole numbers, which are rounded, are left to torch's own."""
+    torch.manual_seed(0)
+    x = (torch.rand(1, 2, 7, 9) * 200).to(dtype)
+    program = export(lambda x: F.interpolate(x, scale_factor=(1.7, 0.6), mode=mode), (x,), mesh={"dp": 2})
+    rounding = {"atol": 1, "rtol": 0} if dtype == torch.uint8 else {}
+    torch.testing.assert_close(program.simulate(x), F.interpolate(x, scale_factor=(1.7, 0.6), mode=mode), **rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape, size", [((2, 11, 7), (4, 5)), ((1, 2, 3, 8), (5, 2)), ((2, 2, 5, 4, 7), (2, 4, 3))])
+def test_adaptive_max_pool(dtype, shape, size):
+    """Places too, of equals the first."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 4, shape).to(dtype)
+    pool = F.adaptive_max_pool2d if len(size) == 2 else F.adaptive_max_pool3d
+    assert ours.adaptive_max_pool(x, size)[1].equal(pool(x, size, return_indices=True)[1])
+    x[0, 0, 2:4] = torch.nan
+    torch.testing.assert_close(ours.adaptive_max_pool(x, size)[0], pool(x, size), equal_nan=True)
