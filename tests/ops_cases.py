@@ -319,8 +319,21 @@ case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 5), 1, 0, 9], exac
 case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(1, 5), 0, 5, 6], exact=True, shards="d0 d1")
 case(aten.slice_scatter.default, lambda s: [s.f(17), s.f(5), 0, 2, 15, 3], exact=True, shards="d0")
 case(aten.select_scatter.default, lambda s: [s.f(8, 5), s.f(8), 1, 3], exact=True, shards="d0 d1")
-case(aten.diagonal.default, lambda s: [s.f(8, 5, 5), 1, -1, 1], exact=True, shards="d0")
-case(aten.diag_embed.default, lambda s: [s.f(8, 5)], exact=True, shards="d0")
+for shape, offset, dim1, dim2 in (
+    ((8, 5, 5), 1, -1, 1), ((9, 9), 0, 0, 1), ((6, 8), -2, 0, 1), ((4, 11), -3, 1, 0), ((7, 2, 5), -1, 2, 0),
+    ((5, 9), -4, 0, 1),
+):  # fmt: skip
+    factors = f"d{dim1 % len(shape)} d{dim2 % len(shape)}" if (offset, shape) != (-4, (5, 9)) else f"d{dim2}"
+    where = (offset, dim1, dim2)
+    case(aten.diagonal.default, lambda s, n=shape, w=where: [s.f(*n), *w], exact=True, shards=factors)
+    case(
+        aten.diagonal_scatter.default,
+        lambda s, n=shape, w=where: [s.f(*n), s.f(*torch.diagonal(s.f(*n), *w).shape), *w], exact=True, shards=factors,
+    )  # fmt: skip
+case(aten.diagonal.default, lambda s: [s.b(8, 8)], exact=True, shards="d0")
+case(aten.diagonal_copy.default, lambda s: [s.i(8, 8).int()], exact=True, shards="d0 d1")
+case(aten.diag_embed.default, lambda s: [s.f(8, 5)], exact=True, shards="d0 d1 d2")
+case(aten.diag_embed.default, lambda s: [s.f(3, 7), -2, 0, 2], exact=True, shards="d0 d1 d2", meshes=(ONE, CUBE))
 case(aten.flip.default, lambda s: [s.f(8, 5), [1]], exact=True, shards="d0 d1")
 case(prims.rev.default, lambda s: [s.f(8, 5), [0, 1]], exact=True, shards="d0 d1")
 case(aten.roll.default, lambda s: [s.f(8, 5), [2], [1]], exact=True, shards="d0 d1")

@@ -24,7 +24,7 @@ LEVELS = (
      "ops.random", "ops.sort", "ops.view"),
     ("ops.ranges",),
     ("ops.pad",),
-    ("ops.known", "ops.window"),
+    ("ops.diagonal", "ops.known", "ops.window"),
     ("ops.index", "ops.pool"),
     ("ops",),
     ("problem", "memory", "timeline"),

@@ -3,6 +3,7 @@
 from . import (
     attention,
     create,
+    diagonal,
     grouped,
     higher_order,
     index,
@@ -20,6 +21,6 @@ from . import (
 )
 
 __all__ = [
-    "attention", "create", "grouped", "higher_order", "index", "linalg", "matmul", "pad", "pointwise", "pool", "random",
-    "ranges", "reduce", "sort", "view", "window",
+    "attention", "create", "diagonal", "grouped", "higher_order", "index", "linalg", "matmul", "pad", "pointwise",
+    "pool", "random", "ranges", "reduce", "sort", "view", "window",
 ]  # fmt: skip

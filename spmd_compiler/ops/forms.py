@@ -94,12 +94,16 @@ def local_index(e: Emit, index: Node, factor: str, wrap: bool = False) -> tuple[
     return e.call(aten.where.self, inside, local, constant(e, 0, local)), inside
 
 
+def counted(e: Emit, begin: IntExpr, size: IntExpr, like: Node, dtype: torch.dtype = torch.int64) -> Node:
+    """The ``size`` numbers from ``begin`` on."""
+    return e.call(
+        prims.iota.default, size, start=begin, step=1, dtype=dtype, device=like.meta["val"].device, requires_grad=False
+    )
+
+
 def positions(e: Emit, factor: str, like: Node, dtype: torch.dtype = torch.int64) -> Node:
     """The global indices of a factor's local elements."""
-    return e.call(
-        prims.iota.default, e.size(factor), start=e.offset(factor), step=1, dtype=dtype,
-        device=like.meta["val"].device, requires_grad=False,
-    )  # fmt: skip
+    return counted(e, e.offset(factor), e.size(factor), like, dtype)
 
 
 def both(e: Emit, a: Node | None, b: Node | None) -> Node | None:

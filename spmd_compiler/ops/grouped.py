@@ -15,10 +15,10 @@ from torch.fx import Node
 
 from ..ir import Emit, operands
 from ..rules import Rule, define, fit
-from .forms import both, constant
+from .forms import both, constant, counted
 from .reduce import argument
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 class Rows:
@@ -34,10 +34,7 @@ class Rows:
             lower = e.offset("e")
             ends = e.call(aten.slice.Tensor, offs, 0, lower, lower + e.size("e"))
             begin = e.call(aten.slice.Tensor, first, 0, lower, lower + 1)
-            place = e.call(
-                prims.iota.default, e.size("s"), start=0, step=1, dtype=torch.int64,
-                device=offs.meta["val"].device, requires_grad=False,
-            )  # fmt: skip
+            place = counted(e, 0, e.size("s"), offs)
             last = e.call(aten.amax.default, e.call(aten.cat.default, [begin, ends]), [0], True)
             self.mask = both(e, e.call(aten.ge.Tensor, place, begin), e.call(aten.lt.Tensor, place, last))
             size = constant(e, e.size("s"), place)

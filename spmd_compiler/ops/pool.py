@@ -14,7 +14,7 @@ from ..collectives import Range
 from ..ir import Emit, operands, results
 from ..rules import Dims, Rule, define, dims, fit
 from ..symbolic import IntExpr, table
-from .forms import constant, lowest
+from .forms import constant, counted, lowest
 from .ranges import same
 from .reduce import argument
 from .view import moved
@@ -83,11 +83,7 @@ def tabled(e: Emit, w: Window, ranges: Sequence[Range]) -> tuple[IntExpr, IntExp
 
 def numbers(e: Emit, w: Window, ranges: Sequence[Range], x: Node) -> Node:
     """The numbers in the local one of ranges."""
-    begin, size = tabled(e, w, ranges)
-    return e.call(
-        prims.iota.default, size, start=begin, step=1, dtype=torch.int64, device=x.meta["val"].device,
-        requires_grad=False,
-    )  # fmt: skip
+    return counted(e, *tabled(e, w, ranges), x)
 
 
 def wider(e: Emit, x: Node) -> Node:

@@ -187,25 +187,3 @@ def _(node: Node) -> Rule | None:
         return None
     whole = dims("d", x.dim())
     return fit(node, [whole, whole[x.dim() - y.dim() :]], [whole], [[1]], ANY_OP)
-
-
-# --- diagonals ----------------------------------------------------------------------------------------------
-
-
-@define(aten.diagonal.default, aten.diagonal_copy.default, aten.diag_embed.default)
-def _(node: Node) -> Rule | None:
-    x, out = node.args[0].meta["val"], node.meta["val"]
-    big = max(x.dim(), out.dim())
-    pair = {argument(node, "dim1") % big, argument(node, "dim2") % big}
-    rest = tuple(d for i, d in enumerate(dims("d", big)) if i not in pair)
-    matrix = dims("d", big, pair)
-    vector = (*rest, ())
-    return moved(node, [matrix], [vector]) if x.dim() == big else moved(node, [vector], [matrix])
-
-
-@define(aten.diagonal_scatter.default)
-def _(node: Node) -> Rule | None:
-    big = node.args[0].meta["val"].dim()
-    pair = {argument(node, "dim1") % big, argument(node, "dim2") % big}
-    rest = tuple(d for i, d in enumerate(dims("d", big)) if i not in pair)
-    return moved(node, [dims("d", big, pair), (*rest, ())], [dims("d", big, pair)])
