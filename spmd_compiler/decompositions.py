@@ -236,6 +236,98 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
     return loss, is_target.to(x.dtype).reshape(target.shape)
 
 
+# --- segments ---------------------------------------------------------------------------------------------
+
+
+def _segments(data: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The segment of each row of ``data``, their number for rows in none, and the lengths of segments."""
+    if offsets is None:
+        assert lengths is not None
+        ends = lengths.cumsum(0)
+        begins = ends - lengths
+    else:
+        begins, ends = offsets[:-1], offsets[1:]
+    place = torch.arange(data.shape[0], device=data.device, dtype=ends.dtype)
+    found = torch.searchsorted(ends, place, right=True)
+    return torch.where(place >= begins[:1], found, ends.shape[0]), ends - begins
+
+
+EMPTY = {"sum": 0.0, "mean": 0.0, "max": -math.inf, "min": math.inf}
+
+
+def segment_reduce(
+    data: Tensor, reduce: str, *, lengths: Tensor | None = None, indices: Tensor | None = None,
+    offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: Any = None,
+) -> Any:  # fmt: skip
+    """Rows added (or compared) into the row of their segment."""
+    given = lengths if offsets is None else offsets
+    if axis or given is None or given.dim() != 1 or reduce not in EMPTY:
+        return NotImplemented
+    segment, size = _segments(data, lengths, offsets)
+    count, rest = size.shape[0], data.shape[1:]
+    made = data.new_full((count + 1, *rest), EMPTY[reduce] if initial is None else initial)
+    if reduce in ("sum", "mean"):
+        made = made.index_add(0, segment, data)[:count]
+    else:
+        where = segment.reshape([-1] + [1] * len(rest)).expand(data.shape)
+        made = made.scatter_reduce(0, where, data, f"a{reduce}")[:count]
+    if reduce == "mean":
+        size = size.reshape([-1] + [1] * len(rest))
+        made = torch.where(size > 0, made / size, made if initial is not None else math.nan)
+    return made
+
+
+def segment_reduce_backward(
+    grad: Tensor, output: Tensor, data: Tensor, reduce: str, *, lengths: Tensor | None = None,
+    offsets: Tensor | None = None, axis: int = 0, initial: Any = None,
+) -> Any:  # fmt: skip
+    """Of equal extremes each has its share."""
+    given = lengths if offsets is None else offsets
+    if axis or given is None or given.dim() != 1 or reduce not in EMPTY:
+        return NotImplemented
+    segment, size = _segments(data, lengths, offsets)
+    inside = (segment < size.shape[0]).reshape([-1] + [1] * (data.dim() - 1))
+    segment = segment.clamp_max(size.shape[0] - 1)
+    if reduce in ("sum", "mean"):
+        if reduce == "mean":
+            grad = grad / size.clamp_min(1).reshape([-1] + [1] * (data.dim() - 1))
+        return torch.where(inside, grad.index_select(0, segment), 0)
+    hit = inside & ((data == output.index_select(0, segment)) | data.isnan())
+    equal = torch.zeros_like(grad).index_add(0, segment, hit.to(grad.dtype))
+    return torch.where(hit, (grad / equal.clamp_min(1)).index_select(0, segment), 0)
+
+
+# --- views of what lies in memory -----------------------------------------------------------------------------
+
+
+def _places(x: Tensor, size: Any, stride: Any, offset: int | None) -> Tensor | None:
+    """Which elements of a contiguous ``x`` a strided view has; None where it leaves it or is a mere reshape."""
+    begin = offset or 0
+    last = begin + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if not x.is_contiguous() or x.storage_offset() or math.prod(size) == 0 or last >= x.numel():
+        return None
+    dense = [math.prod(size[d + 1 :]) for d in range(len(size))]
+    if math.prod(size) == x.numel() and all(n == 1 or s == t for n, s, t in zip(size, stride, dense, strict=True)):
+        return None
+    places = torch.full([], begin, device=x.device)
+    for n, s in zip(size, stride, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(n, device=x.device) * s
+    return places
+
+
+def as_strided(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+    """Elements of a contiguous tensor by their places."""
+    places = _places(x, size, stride, offset)
+    return NotImplemented if places is None else x.reshape(-1)[places]
+
+
+def as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
+    places = _places(x, size, stride, offset)
+    if places is None:
+        return NotImplemented
+    return x.reshape(-1).index_put([places], source).reshape(x.shape)
+
+
 # --- masks that number what they let through ------------------------------------------------------------------
 
 
@@ -276,6 +368,10 @@ def table() -> dict[Any, Callable[..., Any]]:
     return {
         **{getattr(aten, name).default: resize_to(cubic) for name, cubic in RESIZES.items()},
         **{getattr(aten, name).vec: resize_by(cubic) for name, cubic in RESIZES.items()},
+        aten.segment_reduce.default: segment_reduce,
+        aten._segment_reduce_backward.default: segment_reduce_backward,
+        aten.as_strided.default: as_strided,
+        aten.as_strided_scatter.default: as_strided_scatter,
         aten.adaptive_max_pool2d.default: adaptive_max_pool,
         aten.adaptive_max_pool3d.default: adaptive_max_pool,
         aten._pad_circular.default: continued("circular"),

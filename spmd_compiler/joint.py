@@ -47,12 +47,11 @@ def all_decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def _first(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    if theirs is None:
-        return ours
+    """NotImplemented, where there is no other, leaves the op as it is."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         made = ours(*args, **kwargs)
-        return theirs(*args, **kwargs) if made is NotImplemented else made
+        return theirs(*args, **kwargs) if made is NotImplemented and theirs is not None else made
 
     return decomposed
 
