@@ -132,6 +132,13 @@ def continued_backward(mode: str) -> Callable[[Tensor, Tensor, Any], Tensor]:
 PADS = {"reflection": "reflect", "replication": "replicate"}
 
 
+def lookup(x: Tensor, places: Tensor, dim: int) -> Tensor:
+    """``x`` with the dims of ``places`` in place of the dim that they index."""
+    where: list[Any] = [slice(None)] * x.dim()
+    where[dim] = places
+    return x[tuple(where)]
+
+
 # --- adaptive pooling -----------------------------------------------------------------------------------------
 
 
@@ -151,7 +158,7 @@ def adaptive_max_pool(x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
         o, j = torch.arange(m, device=x.device).unsqueeze(1), torch.arange(width, device=x.device)
         last = ((o + 1) * n + m - 1).div(m, rounding_mode="floor") - 1
         places.append(torch.minimum((o * n).div(m, rounding_mode="floor") + j, last))
-        x = x[(..., places[d], *[slice(None)] * (count - 1 - d))]
+        x = lookup(x, places[d], x.dim() - count + d)
     x = x.permute(*range(lead), *range(lead, x.dim(), 2), *range(lead + 1, x.dim(), 2)).flatten(lead + count)
     values, at = x.max(-1)
     index = torch.zeros_like(at)
@@ -184,9 +191,8 @@ def resize(x: Tensor, sizes: Any, aligned: bool, scales: Any, cubic: bool) -> An
         weights = torch.cat([_cubic(t + 1, False), _cubic(t, True), _cubic(1 - t, True), _cubic(2 - t, False)]
                             if cubic else [1 - t, t], 1)  # fmt: skip
         at = source.floor().long().unsqueeze(1) + torch.arange(taps, device=x.device) - (taps // 2 - 1)
-        behind = len(sizes) - 1 - d
-        y = y[(..., at.clamp(0, n - 1), *[slice(None)] * behind)]
-        y = (y * weights.reshape(m, taps, *[1] * behind)).sum(lead + d + 1)
+        y = lookup(y, at.clamp(0, n - 1), lead + d)
+        y = (y * weights.reshape(m, taps, *[1] * (len(sizes) - 1 - d))).sum(lead + d + 1)
     return y.to(x.dtype)
 
 

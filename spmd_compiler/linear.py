@@ -163,9 +163,9 @@ def minimum(network: Network) -> Minimum | None:
     picks, whole = program.picks(found.x)
     if whole or not network.whole:
         return Minimum(picks, found.fun, bound, program.columns)
-    if program.columns <= BRANCHED:
-        return relaxed.branch(bound)
-    return relaxed.dive(found.x, bound)
+    if program.columns > BRANCHED and (dived := relaxed.dive(found.x, bound)) is not None:
+        return dived
+    return relaxed.branch(bound)
 
 
 class Relaxation:

@@ -32,7 +32,7 @@ from torch.testing._internal import common_utils
 from torch.utils import _pytree as pytree
 
 from spmd_compiler import collectives as coll
-from spmd_compiler import passes, solve
+from spmd_compiler import linear, passes
 from spmd_compiler.capture import capture_function
 from spmd_compiler.cost import PROFILES, Profile
 from spmd_compiler.ir import Captured, Partitioned
@@ -357,7 +357,7 @@ def describe(sample: Sample, mesh: Mesh, specs: Sequence[Spec]) -> str:
 
 def sweep(name: str, seed: int = 0, samples: int | None = None, combinations: int | None = None) -> Row:
     """The row of one entry for one seed."""
-    solve.BRANCHED = 0  # plans need not be the best, but quick
+    linear.BRANCHED = 0  # plans need not be the best, but quick
     began, row, op = time.process_time(), Row(name), ENTRIES[name]
     fell: Counter[str] = Counter()
     with warnings.catch_warnings():

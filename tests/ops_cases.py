@@ -664,10 +664,10 @@ for mode, (n, weight, stride, dilation, groups, pad) in itertools.product(
         torch.ops.spmd.padded_convolution.default,
         lambda s, n=n, w=weight, r=rest: [s.f(*n), s.f(*w), s.f(w[0]), *r], shards="w0",
     )  # fmt: skip
-    for mask in ([True, True, True], [False, True, False]):
+    for wanted in ([True, True, True], [False, True, False]):
         case(
             torch.ops.spmd.padded_convolution_backward.default,
-            lambda s, n=n, w=weight, r=rest, m=mask: (lambda x, k: [
+            lambda s, n=n, w=weight, r=rest, m=wanted: (lambda x, k: [
                 s.f(*torch.ops.spmd.padded_convolution(x, k, None, *r).shape), x, k, *r, m])(s.f(*n), s.f(*w)),
             shards="w0",
         )  # fmt: skip
