@@ -234,7 +234,7 @@ FORWARDS = {
     "adaptive": (lambda: nn.AdaptiveAvgPool2d((8, 3)), (3, 2, 20, 6)),
     "uneven adaptive max": (lambda: nn.AdaptiveMaxPool2d((8, 3)), (3, 2, 13, 7)),
     "cubic": (lambda: nn.Upsample((16, 9), mode="bicubic"), (3, 2, 8, 6)),
-    "linear, small": (lambda: nn.Upsample((10, 9), mode="bilinear"), (3, 2, 5, 6)),
+    "linear, small": (lambda: nn.Upsample((14, 9), mode="bilinear"), (3, 2, 7, 6)),
     "nearest": (lambda: nn.Upsample(scale_factor=2), (3, 2, 12, 6)),
     "reflected": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), (3, 2, 12, 6)),
     "repeated": (lambda: nn.Conv1d(2, 2, 5, stride=2, padding=2, padding_mode="replicate"), (3, 2, 16)),
