@@ -449,7 +449,7 @@ def report(rows: Sequence[Row], command: str) -> str:
         f"| combinations equal, of those tried | {total['equal']:,} of {total['tried']:,} |",
         f"| of these with a backward | {total['backward']:,} |",
         f"| with a sharded input | {total['sharded']:,} |",
-        f"| of these, whose cheapest plan gathers no whole sharded input | {total['kept']:,} |",
+        f"| of these, whose plan gathers no whole sharded input | {total['kept']:,} |",
         f"| that need not gather one: an equal plan without is there, dearer at these sizes | {total['spared']:,} |",
         f"| that gather one for want of another form | {total['sharded'] - total['kept'] - total['spared']:,} |",
         f"| in which some op has no rule and is replicated | {total['fell']:,} |",
