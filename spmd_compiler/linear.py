@@ -147,12 +147,12 @@ def minimum(network: Network) -> Minimum | None:
     """
     program = Program(network)
     relaxed = Relaxation(program)
-    # where equal prices make the simplex stall, as they do in large programs, a little noise, the same in every run,
-    # parts them; limits count iterations, for every rank must do the same
+    # where equal prices make the simplex stall, as in large programs of equal parts, a little noise, the same in every
+    # run, parts them; limits count iterations, for every rank must do the same
     rows = program.equal_rows + program.less_rows
     noisy = [(1e-4, "devex", rows // 2), (1e-2, "devex", rows), (1.0, "devex", 20 * rows)]
     attempts = [(0.0, None, rows + 10_000), *noisy]
-    for level, edges, limit in attempts[program.columns > NOISY :]:
+    for level, edges, limit in attempts[program.columns > NOISY and max(network.quotient.sizes) > 1 :]:
         found, bound = relaxed.solve(level, edges, limit)
         if found.status != 1:
             break

@@ -82,9 +82,9 @@ def _minimum(network: Network) -> Minimum | None:
     """
     if not network.feasible:
         return None
+    proven = math.inf
     if network.size <= SMALL:
         found = minimum(network)
-        proven = math.inf
     else:
         bound = network.ascend()
         gap = NEAR * bound
@@ -93,12 +93,12 @@ def _minimum(network: Network) -> Minimum | None:
         while (found := minimum(network)) is None or found.bound > bound + gap:
             if gap > bound:
                 return None
-            proven = bound + gap
-            gap = 10 * gap if found is None else (1 + TOLERANCE) * (found.value - bound)
-            if network.within(gap) > MOST and found is not None:
+            before, gap = gap, 10 * gap if found is None else (1 + TOLERANCE) * (found.value - bound)
+            while network.within(gap) > MOST and gap > before and found is not None:
+                gap /= 2
+            if gap <= before:
+                proven = bound + before
                 break
-        else:
-            proven = math.inf
     if found is None:
         return None
     bound = min(found.bound, proven) / network.scale
