@@ -6,9 +6,10 @@ time.  Both trace with AOTAutograd and Inductor's decompositions (`joint`).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -328,7 +329,8 @@ class _Function(torch.nn.Module):
         with UserLines(), tracing(self.mesh):
             if self.owner is not None:
                 values = dict(zip(self.state, flat, strict=False))
-                out = torch.func.functional_call(self.owner, values, args, kwargs)
+                with _restored(self.owner):
+                    out = torch.func.functional_call(self.owner, values, args, kwargs)
             else:
                 out = self.function(*args, **kwargs)
         leaves, self.out_tree = pytree.tree_flatten(out)
@@ -340,6 +342,17 @@ class _Function(torch.nn.Module):
                 raise SpmdError("backward=True: the first output must be a real scalar loss that requires a gradient")
             tensors = [tensors[0]] + [t.detach() for t in tensors[1:]]
         return tuple(t.clone() for t in tensors)
+
+
+@contextlib.contextmanager
+def _restored(owner: torch.nn.Module) -> Iterator[None]:
+    """Leave parameters and buffers as they were: torch puts those of a module with two names back wrongly."""
+    before = [(held, dict(held)) for m in owner.modules() for held in (m._parameters, m._buffers)]
+    try:
+        yield
+    finally:
+        for held, values in before:
+            held.update(values)
 
 
 def capture_function(

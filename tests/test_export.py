@@ -140,3 +140,12 @@ def test_an_exported_program_keeps_its_source_lines():
     direct = spmd.export(Wave(), (torch.zeros(4),), mesh={"a": 2})
     sources = [{line.partition("  # ")[2] for line in p.text().splitlines() if "aten." in line} for p in (program, direct)]
     assert sources[0] == sources[1] and len(sources[0]) == 1 and "test_export.py:" in sources[0].pop()
+
+
+def test_a_module_with_two_names_is_left_as_it_was():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU())
+    model.append(model[0])
+    x, before = torch.randn(10, 6), model[0].weight
+    program = spmd.export(model, (x,), mesh={"d": 4}, placements={"0.weight": {"d": spmd.Shard(0)}})
+    assert model[0].weight is before
+    torch.testing.assert_close(program.simulate(x), model(x))
