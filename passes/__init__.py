@@ -7,9 +7,13 @@ Each pass is one module with one public function; passes never import each other
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..cost import Profile, profile_of
+from ..dims import Dims
+from ..family import Decisions, Family, Samples, common, even_cuts, expressions, member, pieces_of
 from ..ir import Captured, Partitioned
 from ..memory import Memory, peak
 from . import annotate, pad, partition, propagate, simplify, unmerge
@@ -33,8 +37,7 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
-    annotated = pad.run(unmerge.run(annotate.run(captured)))
-    local = plan(annotated, profile_of(options.profile), options.memory)
+    local = plan(prepared(captured), profile_of(options.profile), options.memory)
     if options.verify:
         from ..verify import verify
 
@@ -42,13 +45,53 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
     return local
 
 
+def prepared(captured: Captured) -> Captured:
+    """A captured graph, ready for the solver."""
+    return pad.run(unmerge.run(annotate.run(captured)))
+
+
 def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) -> Partitioned:
     """Partition a graph that is annotated already."""
+    return _written(annotated, _plan(annotated, profile, memory), profile)
 
-    def written(plan: propagate.Plan) -> Partitioned:
-        return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
 
+def _written(annotated: Captured, plan: propagate.Plan, profile: Profile) -> Partitioned:
+    return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
+
+
+def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propagate.Plan:
     def holds(plan: propagate.Plan) -> tuple[dict[str, int], int]:
-        return peak(written(plan), memory.states if memory is not None else 0.0)
+        return peak(_written(annotated, plan, profile), memory.states if memory is not None else 0.0)
 
-    return written(propagate.run(annotated, annotated.mesh, profile, memory, holds))
+    return propagate.run(annotated, annotated.mesh, profile, memory, holds)
+
+
+# --- dynamic dims -----------------------------------------------------------------------------------------------
+
+
+def run_family(captured: Captured, dims: Dims, options: Options = Options()) -> tuple[Partitioned, Family]:
+    """Plan a graph with expressions of ``dims`` at the sizes of the example, and for all sizes that its guards allow.
+
+    Returns the example's local graph, and the family.
+    """
+    profile = profile_of(options.profile)
+    annotated = prepared(member(captured, dims.hints))
+    chosen = _plan(annotated, profile, options.memory)
+    local = _written(annotated, chosen, profile)
+    decisions = propagate.decided(chosen)
+    samples = Samples(dims, pieces_of(local), expressions(captured))
+    members = [local, *(at(captured, decisions, sizes, profile) for sizes in samples.sizes()[1:])]
+    general = common(samples, members)
+    dims = dataclasses.replace(dims, guards=(*even_cuts(general, dims), *dims.guards))
+    if options.verify:
+        from ..verify import verify
+
+        for each in members:
+            verify(each)
+    return local, Family(captured, decisions, dims, general)
+
+
+def at(captured: Captured, decisions: Decisions, sizes: Mapping[str, int], profile: Profile) -> Partitioned:
+    """The member of a family at ``sizes``: the family's plan for the graph of those."""
+    annotated = prepared(member(captured, sizes))
+    return _written(annotated, propagate.decide(annotated, decisions, annotated.mesh, profile), profile)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..blend import Around, blended, cheapest_at, counted, fitting
 from ..cost import Profile
+from ..family import Decisions
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..memory import Found, Memory, cheapest_within, lifetimes
 from ..placements import Mesh, Spec, SpmdError
@@ -114,8 +115,53 @@ def _within(
     return dataclasses.replace(best, solution=dataclasses.replace(best.solution, bound=min(bound, price)))
 
 
+# --- the same plan at other sizes -------------------------------------------------------------------------------
+
+
+def decided(plan: Plan) -> Decisions:
+    """A plan by the names of its nodes."""
+    return Decisions(
+        {n.name: c for n, c in plan.choice.items()},
+        {n.name: _factors(r) for n, r in plan.rules.items()},
+        {(n.name, r, phase): tree for (n, r, phase), tree in plan.trees.items()},
+        list(plan.outputs),
+        {n.name: spec for n, spec in plan.kept.items()},
+        plan.replicated_ops,
+    )
+
+
+def _factors(r: Rule) -> Any:
+    return r.operands, r.results
+
+
+def decide(captured: Captured, decisions: Decisions, mesh: Mesh, profile: Profile) -> Plan:
+    """Before: the annotated graph of another member of a family.  After: the same, and the family's plan for it.
+
+    Raises `SpmdError` where a node is not there, or runs by another rule.
+    """
+    builder = _Builder(captured, mesh, profile, None, build=False)
+    nodes = {n.name: n for n in captured.graph.graph.nodes}
+    if missing := [n for n in decisions.choices if n not in nodes]:
+        raise SpmdError(f"at these sizes the program is another one, which has no {missing[0]}")
+    rules, compute = {}, 0.0
+    for name, factors in decisions.factors.items():
+        node = nodes[name]
+        rules[node] = replicated(node) if node.meta.get("region") else builder.given.get(node) or replicated(node)
+        if _factors(rules[node]) != factors:
+            raise SpmdError(f"{name} ({source_line(node)}): at these sizes {node.target} is cut by other rules")
+        compute += builder._compute(node, rules[node], decisions.choices[name])
+    return Plan(
+        rules, {nodes[n]: c for n, c in decisions.choices.items()},
+        {(nodes[n], r, phase): dict(tree) for (n, r, phase), tree in decisions.trees.items()},
+        list(decisions.outputs), Solution([], [], compute, compute, 0.0, 0), decisions.replicated_ops,
+        {nodes[n]: spec for n, spec in decisions.kept.items()},
+    )  # fmt: skip
+
+
 class _Builder:
-    def __init__(self, captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None) -> None:
+    def __init__(
+        self, captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None, build: bool = True
+    ) -> None:
         self.captured, self.mesh, self.profile, self.memory = captured, mesh, profile, memory
         self.graph: Graph = captured.graph.graph
         self.inputs = {n: i for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
@@ -133,7 +179,7 @@ class _Builder:
         self.uneven = self._uneven()
         self.problem.uneven = self.uneven
         self.keeps: dict[Node, int] = {}
-        self.sinks = self._build()
+        self.sinks = self._build() if build else []
 
     def _build(self) -> list[int | None]:
         inputs = iter(self.captured.inputs)

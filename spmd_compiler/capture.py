@@ -7,6 +7,7 @@ time.  Both trace with AOTAutograd and Inductor's decompositions (`joint`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,12 @@ from torch.utils import _pytree as pytree
 
 from . import dynamo
 from .annotations import constrain_op, to_local_op, tracing
+from .dims import Dims, dynamic_sizes, named_dims
 from .dtensors import axes_within, spec_from, spec_in, spec_within
 from .ir import Captured, Input
-from .joint import Front, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
+from .joint import Front, OpenSizes, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
 from .placements import Mesh, Spec, SpmdError
+from .symbolic import IntExpr, sized
 
 aten = torch.ops.aten
 
@@ -208,6 +211,18 @@ class Binding:
     is_global: list[bool] = field(default_factory=list)
     weights: Mapping[str, torch.Tensor] | None = None  # parameters and buffers by name; None: those of the owner
 
+    def sizes(self, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
+        """The sizes that dynamic dims have in a call."""
+        given = dict(named_inputs(self.signature, args, kwargs or {}))
+        wanted = [(n, k.shape, given.get(n)) for n, k in self.expected.items() if isinstance(k, Kind)]
+        return dims.solve((n, shape, tuple(v.shape)) for n, shape, v in wanted if isinstance(v, torch.Tensor))
+
+    def at(self, sizes: Mapping[str, int]) -> Binding:
+        """The same for these sizes of dynamic dims."""
+        expected = {n: Kind(sized(k.shape, sizes), k.dtype) if isinstance(k, Kind) else k
+                    for n, k in self.expected.items()}  # fmt: skip
+        return dataclasses.replace(self, expected=expected, results=[sized(r, sizes) for r in self.results])
+
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """Tensors in placeholder order (parameters, buffers and inputs) for a call ``f(*args, **kwargs)``."""
         state = self.weights if self.weights is not None else named_state(self.owner)
@@ -248,7 +263,7 @@ def _check_argument(name: str, value: Any, want: Any) -> None:
 class Kind:
     """What a tensor argument must be."""
 
-    shape: tuple[int, ...]
+    shape: tuple[IntExpr, ...]
     dtype: torch.dtype
 
 
@@ -364,10 +379,12 @@ def capture_function(
     specs: Callable[[str, str, int, tuple[int, ...]], Spec | None],
     backward: bool = False,
     name: str | None = None,
-) -> tuple[Captured, Binding]:
+    dynamic_shapes: Any = None,
+) -> tuple[Captured, Binding, Dims | None]:
     """Capture a module or function ahead of time; nothing is allocated, parameters may be meta or fake.
 
-    ``specs(name, kind, ndim, shape)`` gives the placement of each parameter, buffer, input and output.
+    ``specs(name, kind, ndim, shape)`` gives the placement of each parameter, buffer, input and output.  With
+    ``dynamic_shapes`` (see `dims.dynamic_sizes`) integers of the graph are expressions of dims.
     """
     kwargs = kwargs or {}
     name = name or getattr(model_or_fn, "__name__", None) or type(model_or_fn).__name__
@@ -389,9 +406,14 @@ def capture_function(
                 f"torch.export.register_dataclass({type(v).__name__})"
             )
 
+    open_sizes, symbolic = _open_sizes(dynamic_shapes, signature, args, kwargs, dict(tensors))
     known = detect_fake_mode([*state.values(), *(v for _, v in tensors)])
-    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # loops ask for one
-    fake_mode = known or FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
+    if open_sizes is not None:
+        shapes, known = open_sizes.env, None
+    else:
+        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # loops ask for one
+    static = open_sizes is None
+    mode = known or FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=static)
     function = _Function(owner, model_or_fn, list(state), mesh)
     function.backward = backward
 
@@ -406,7 +428,10 @@ def capture_function(
     for n, v in [*state.items(), *tensors]:
         kind = "input" if n not in state else "param" if n in parameters else "buffer"
         named.append(Input(n, kind, specs(n, kind, v.dim(), tuple(v.shape))))
-    examples = [_fake_of(v, fake_mode) for v in [*state.values(), *(v for _, v in tensors)]]
+    examples = [_fake_of(v, mode) for v in state.values()]
+    for n, v in tensors:
+        is_open = open_sizes is not None and n in symbolic
+        examples.append(open_sizes.fake(v, symbolic[n], mode) if is_open else _fake_of(v, mode))  # type: ignore[union-attr]
     with torch.set_grad_enabled(backward), fx_traceback.preserve_node_meta():
         joint = trace(function, examples)
 
@@ -414,7 +439,7 @@ def capture_function(
     labels = ["out"] if count == 1 else [f"out.{i}" for i in range(count)]
     metas = {d.idx: v for v, d in _forward_values(joint.graph_module)}
     out_specs = [specs(n, "output", metas[i].dim(), tuple(metas[i].shape)) for i, n in enumerate(labels)]
-    front = assemble(joint, named, labels, out_specs, mesh, fake_mode, name)
+    front = assemble(joint, named, labels, out_specs, mesh, mode, name)
     if any(o.kind == "mutation" for o in front.captured.outputs):
         _check_apart([*state.items(), *tensors])
     if backward:
@@ -430,8 +455,34 @@ def capture_function(
     kinds = ["state"] * len(state) + ["input"] * len(tensors)
     slots = [(kinds[a], named[a].name) if isinstance(a, int) else ("constant", a) for a in front.arguments]
     grads = [o.name for o in front.captured.outputs if o.kind == "grad"]
-    expected = {n: Kind(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for n, v in given}
-    return front.captured, Binding(signature, owner, slots, function.out_tree, results, grads, expected)
+    expected = {n: Kind(symbolic.get(n, tuple(v.shape)), v.dtype) if isinstance(v, torch.Tensor) else v
+                for n, v in given}  # fmt: skip
+    binding = Binding(signature, owner, slots, function.out_tree, results, grads, expected)
+    if open_sizes is None:
+        return front.captured, binding, None
+    open_sizes.release(front.captured, fake_mode())
+    binding.results = [open_sizes.size(r) for r in binding.results]
+    return front.captured, binding, dataclasses.replace(open_sizes.dims, guards=open_sizes.guards())
+
+
+def _open_sizes(
+    given: Any, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[OpenSizes | None, dict[str, tuple[IntExpr, ...]]]:  # fmt: skip
+    """The dims that a user leaves open, and the shapes of inputs in them."""
+    if not given:
+        return None, {}
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    kinds = {p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+    dynamic = dynamic_sizes(given, bound.arguments, next(iter(kinds), None))
+    if not dynamic:
+        return None, {}
+    dims, symbolic = named_dims(dynamic, {n: tuple(v.shape) for n, v in tensors.items()})
+    for n in symbolic:
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensors[n]):
+            raise SpmdError(f"input {n!r} has dynamic dims and gaps in memory; give it as contiguous()")
+    return OpenSizes(dims), symbolic
 
 
 def _check_apart(values: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -16,9 +16,11 @@ from . import passes
 from .capture import Binding, capture_function, untraced
 from .collectives import Collective, collectives
 from .contracts import Contract
-from .cost import Profile
+from .cost import Profile, profile_of
+from .dims import Dim, Guard
 from .explain import Explanation, enforce
 from .explain import explain as why
+from .family import Family, check_member
 from .ir import Partitioned
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
@@ -33,9 +35,12 @@ class Program:
     """A partitioned program: its text, its collectives, what they cost, and a simulator of all its ranks."""
 
     def __init__(
-        self, local: Partitioned, binding: Binding, backward: bool, states: float = 0.0, budget: Memory | None = None
-    ) -> None:
+        self, local: Partitioned, binding: Binding, backward: bool, states: float = 0.0, budget: Memory | None = None,
+        family: Family | None = None,
+    ) -> None:  # fmt: skip
         self.local, self.binding, self.backward, self.states, self.budget = local, binding, backward, states, budget
+        self.family = family
+        self._members: dict[tuple[tuple[str, int], ...], Program] = {}
 
     @property
     def mesh(self) -> Mesh:
@@ -48,9 +53,43 @@ class Program:
         """
         if level not in LEVELS:
             raise SpmdError(f"level {level!r} is none of {', '.join(LEVELS)}")
-        if level == "summary":
-            return summary(Text.of(self.local, self.memory))
-        return str(Text.of(self.local, self.memory).at(level))
+        family = self.family
+        if family is None:
+            text = Text.of(self.local, self.memory)
+        else:
+            text = Text.of(family.common, self.memory, family.dims)
+        return summary(text) if level == "summary" else str(text.at(level))
+
+    @property
+    def dims(self) -> dict[str, Dim]:
+        """The dynamic dims, by name.  Prices, bytes and shapes are those of their hints, the sizes of the example."""
+        return {d.name: d for d in self.family.dims.dims} if self.family is not None else {}
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """What sizes of dynamic dims must satisfy; it is checked at each call."""
+        return self.family.dims.guards if self.family is not None else ()
+
+    def at(self, **sizes: int) -> Program:
+        """The program for these sizes of its dynamic dims, placed as all are.
+
+        Raises `SpmdError` where a guard forbids them."""
+        if self.family is None:
+            raise SpmdError("the program has no dynamic dims; export takes dynamic_shapes={name: {dim: Dim(...)}}")
+        self.family.dims.check(sizes)
+        key = tuple(sorted(sizes.items()))
+        if key not in self._members:
+            family = self.family
+            local = self.local
+            if dict(key) != family.dims.hints:
+                local = passes.at(family.captured, family.decisions, sizes, profile_of(local.profile))
+                check_member(family, local, sizes)
+            self._members[key] = Program(local, self.binding.at(sizes), self.backward, self.states, self.budget)
+        return self._members[key]
+
+    def _at_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+        assert self.family is not None
+        return self.at(**self.binding.sizes(self.family.dims, args, kwargs))
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -98,6 +137,8 @@ class Program:
         Returns the global result; for ``backward=True`` a pair ``(outputs, {name: gradient})``.  Nothing that is
         given changes: what the program would write into buffers and inputs is `simulate_mutations`'s.
         """
+        if self.family is not None:
+            return self._at_arguments(args, kwargs).simulate(*args, **kwargs)
         outs = self._simulate(args, kwargs)
         result = self.binding.unflatten_outputs([v for _, v in outs["output"]])
         return (result, dict(outs["grad"])) if self.backward else result
@@ -108,6 +149,8 @@ class Program:
 
     def _simulate(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]]]:
         """``(name, global value)`` of every output, by kind."""
+        if self.family is not None:
+            return self._at_arguments(args, kwargs)._simulate(args, kwargs)
         flat = iter(self.binding.flatten(args, kwargs))
         given = [
             torch.empty((), dtype=torch.int64).random_() if i.kind == "seed" else next(flat) for i in self.local.inputs
@@ -127,7 +170,20 @@ class Program:
         """
         if device_mesh is not None and Mesh.of(device_mesh).shape != self.mesh.shape:
             raise SpmdError(f"the program was planned for {self.mesh}, not for {Mesh.of(device_mesh)}")
+        if self.family is not None:
+            return self._compiled_by_size(device_mesh, lower)
         return direct(self.local, self.binding, device_mesh, lower, self.backward)
+
+    def _compiled_by_size(self, device_mesh: Any, lower: str) -> Callable[..., Any]:
+        made: dict[int, Callable[..., Any]] = {}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = self._at_arguments(args, kwargs)
+            if id(found) not in made:
+                made[id(found)] = found.compile(device_mesh, lower)
+            return made[id(found)](*args, **kwargs)
+
+        return call
 
     def use(self, weights: Mapping[str, torch.Tensor]) -> Program:
         """The same program on these parameters and buffers, by name: DTensors, or global tensors that ranks cut."""
@@ -143,12 +199,13 @@ class Program:
             if not isinstance(got, Type) or (got.dtype, got.shape) != (kind.dtype, kind.shape):
                 raise SpmdError(f"weight {name!r} is {got}; the program was planned for {kind}")
         binding = dataclasses.replace(self.binding, weights={**(self.binding.weights or {}), **weights})
-        return Program(self.local, binding, self.backward, self.states, self.budget)
+        return Program(self.local, binding, self.backward, self.states, self.budget, self.family)
 
     def save(self, path: Any, weights: bool = False) -> None:
         """Write the program to a file that `load` reads without the model's source; with ``weights`` its parameters and
         buffers too.  Raises `SpmdError` for an argument or constant that is no plain data."""
-        save(Stored(self.local, self.binding, self.backward, self.states, self.budget), self.text(), path, weights)
+        stored = Stored(self.local, self.binding, self.backward, self.states, self.budget, self.family)
+        save(stored, self.text(), path, weights)
 
     def __repr__(self) -> str:
         return (
@@ -172,7 +229,7 @@ def load(path: Any) -> Program:
     Nothing in a file is run or unpickled.  Raises `SpmdError` for what is no saved program, damaged, or newer.
     """
     stored = read(path)
-    return Program(stored.local, stored.binding, stored.backward, stored.states, stored.budget)
+    return Program(stored.local, stored.binding, stored.backward, stored.states, stored.budget, stored.family)
 
 
 class Placements:
@@ -248,6 +305,7 @@ def export(
     max_memory: float | str | None = None,
     memory_budget: float | None = None,
     optimizer_states: float = 2.0,
+    dynamic_shapes: Any = None,
 ) -> Program:
     """Plan a program on a mesh that need not exist: a module, a function, or a `torch.export.ExportedProgram`.
 
@@ -265,6 +323,10 @@ def export(
     (``"all_gather"``, ``"all_gather[tp]"``, ``"*[dp]"``), as many as ``expect`` maps a name to, no more than
     ``max_wire_bytes`` sent and ``max_memory`` held a device (bytes, or ``"60GiB"``).  A broken one is a `ContractError`
     that explains the dearest offender.
+
+    ``dynamic_shapes`` leaves sizes of inputs open, as `torch.export.export` takes it: ``{"ids": {0: Dim("batch")}}``.
+    Placements are chosen at the sizes of ``args``; one program then simulates and runs at all sizes that its guards
+    allow (`Program.guards`: what is cut evenly in the example must be cut evenly), planned for each at its first call.
     """
     mesh = Mesh.of(mesh)
     contract = Contract.of(forbid, expect, max_wire_bytes, max_memory)
@@ -275,12 +337,18 @@ def export(
             raise SpmdError(f"{what} is {wanted}, not {value!r}")
     model_or_fn = untraced(model_or_fn)
     chosen = Placements(mesh, placements or {}, model_or_fn)
-    captured, binding = capture_function(
-        model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name
-    )
+    captured, binding, dims = capture_function(
+        model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name,
+        dynamic_shapes=dynamic_shapes,
+    )  # fmt: skip
     chosen.check()
     memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
-    local = passes.run(captured, passes.Options(profile, verify, memory=memory))
+    options = passes.Options(profile, verify, memory=memory)
+    family = None
+    if dims is None:
+        local = passes.run(captured, options)
+    else:
+        local, family = passes.run_family(captured, dims, options)
     states = 0.0 if memory is None else optimizer_states
     enforce(local, contract, states, memory)
-    return Program(local, binding, backward, states, memory)
+    return Program(local, binding, backward, states, memory, family)

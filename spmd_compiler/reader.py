@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from .dims import Dim, Dims, Guard
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import parse as parse_expression
-from .text import COLLECTIVES, INPUTS, LEVELS, OUTPUTS, Argument, Line, Ranges, Ref, Text, Type, Word, element_size
+from .symbolic import sized
+from .text import COLLECTIVES, INPUTS, LEVELS, OUTPUTS, Argument, Line, Ref, Text, Type, Word, element_size, ranges_of
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r"%(\w+)")
 _WORD = re.compile(r"[A-Za-z_][\w.<>:]*")
-_RUN = re.compile(r"(none|-?\d+:-?\d+(?: -?\d+:-?\d+)*)(?: ([+-]\d+) x(\d+))?")
+_BOUND = r"[-\w*/+()]+"
+_RUN = re.compile(rf"(none|{_BOUND}:{_BOUND}(?: {_BOUND}:{_BOUND})*)(?: ([+-]\d+) x(\d+))?")
 
 
 def parse(text: str) -> Text:
@@ -30,13 +34,22 @@ def parse(text: str) -> Text:
     if len(rows) > 1 and rows[1][1].startswith("memory  "):
         memory = _Scanner(rows[1][1], rows[1][0]).memory()
         del rows[1]
-    lines = tuple(_Scanner(row, i).line(mesh) for i, row in rows[1:] if not row.startswith("#"))
-    return Text(name, mesh, profile, lines, memory, level)
+    dims: Dims | None = None
+    if len(rows) > 1 and rows[1][1].startswith("dims  "):
+        named = _Scanner(rows[1][1], rows[1][0]).dims()
+        names = [d.name for d in named]
+        last = next((i for i, (_, row) in enumerate(rows[2:], 2) if not row.startswith("guard  ")), len(rows))
+        dims = Dims(named, tuple(_Scanner(row, i).guard(names) for i, row in rows[2:last]))
+        del rows[1:last]
+    hints = dims.hints if dims is not None else {}
+    lines = tuple(_Scanner(row, i, hints).line(mesh) for i, row in rows[1:] if not row.startswith("#"))
+    return Text(name, mesh, profile, lines, memory, level, dims)
 
 
 class _Scanner:
-    def __init__(self, row: str, number: int) -> None:
+    def __init__(self, row: str, number: int, hints: Mapping[str, int] = {}) -> None:
         self.row, self.number, self.at = row, number, 0
+        self.hints = hints
 
     def fail(self, expected: str) -> SpmdError:
         found = self.row[self.at :]
@@ -109,6 +122,24 @@ class _Scanner:
                 raise self.fail("a kind and its bytes")
             found.append((match[1], int(match[2] or match[3])))
         return tuple(found)
+
+    def dims(self) -> tuple[Dim, ...]:
+        self.skip("dims  ")
+        found = []
+        for part in self.row[self.at :].split(", "):
+            match = re.fullmatch(r"(\w+)=(\d+) in (\d+)\.\.(\d*)", part)
+            if match is None:
+                raise self.fail("a dim such as batch=8 in 2..64")
+            found.append(Dim(match[1], int(match[2]), int(match[3]), int(match[4]) if match[4] else None))
+        return tuple(found)
+
+    def guard(self, names: Collection[str]) -> Guard:
+        self.skip("guard  ")
+        condition, _, reason = self.row[self.at :].partition("  # ")
+        try:
+            return Guard(parse_expression(condition, names), reason)
+        except ValueError:
+            raise self.fail("a condition of dims") from None
 
     def end(self) -> None:
         self.space()
@@ -194,7 +225,7 @@ class _Scanner:
                 except ValueError:
                     continue
         try:
-            return parse_expression(text)
+            return parse_expression(text, self.hints)
         except ValueError:
             if re.fullmatch(r"[-\w.<>:]+", text):
                 return Word(text)
@@ -212,18 +243,18 @@ class _Scanner:
                 raise self.fail("', ' or ']'")
         return tuple(items)
 
-    def ranges(self) -> Ranges:
-        found: list[tuple[tuple[int, int], ...]] = []
+    def ranges(self) -> Argument:
+        found: list[tuple[Any, ...]] = []
         while not self.skip("]", False):
             text, step, count = self.take(_RUN, "a range").groups()
             pairs = [] if text == "none" else [p.split(":") for p in text.split(" ")]
-            first = tuple((int(b), int(e)) for b, e in pairs)
+            first = tuple(tuple(parse_expression(n, self.hints) for n in p) for p in pairs)
             for i in range(int(count or 1)):
                 by = i * int(step or 0)
                 found.append(tuple((b + by, e + by) for b, e in first))
             if not self.skip(", ", False) and not self.row.startswith("]", self.at):
                 raise self.fail("', ' or ']'")
-        return Ranges(tuple(found))
+        return ranges_of(tuple(found), self.hints)
 
     def type(self) -> Any:
         if self.skip("(", False):
@@ -240,11 +271,18 @@ class _Scanner:
         self.skip("]")
         try:
             element_size(name)
-            shape, piece = (tuple(int(n) for n in part.split(", ") if n) for part in (whole, local or whole))
+            shape, piece = (self.sizes(part) for part in (whole, local or whole))
         except ValueError:
             self.at = begin
             raise self.fail("a type such as f32[8, 4 | 2, 4]") from None
-        return Type(name, shape, piece)
+        sizes = sized(piece, self.hints)
+        return Type(name, shape, piece, () if sizes == piece else sizes)
+
+    def sizes(self, text: str) -> tuple[Any, ...]:
+        parts = re.split(r", (?![^()]*\))", text) if text else []
+        if not self.hints:
+            return tuple(map(int, parts))
+        return tuple(parse_expression(n, self.hints) for n in parts)
 
     def notes(self) -> dict[str, str]:
         if not self.skip("#", False):

@@ -36,10 +36,13 @@ from torch.utils import _pytree as pytree
 
 from .capture import Binding, Kind, fake_mode, named_state
 from .cost import Link, Profile
+from .dims import Dim, Dims, Guard
+from .family import Decisions, Family
 from .ir import Captured, Input, Output, Partitioned, source_line
 from .joint import OutputIndex
 from .memory import Memory
 from .placements import Mesh, Spec, SpmdError
+from .redistribute import Move
 from .rules import Choice
 from .symbolic import parse as parse_expression
 
@@ -47,7 +50,7 @@ DAMAGE = (
     zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError,
     EOFError,
 )  # fmt: skip
-FORMAT, VERSION = "spmd_compiler program", 1
+FORMAT, VERSION = "spmd_compiler program", 2  # 1 without dynamic dims
 KEPT = ("phase", "why", "origin", "result", "region", "of", "kept")  # of a node's meta, plain data
 CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
@@ -103,7 +106,7 @@ def decode(value: Any, nodes: Mapping[str, Node]) -> Any:
     readers: dict[str, Callable[[Any], Any]] = {
         "node": nodes.__getitem__,
         "spec": Spec.parse,
-        "expression": parse_expression,
+        "expression": functools.partial(parse_expression, dims=None),
         "float": float,
         "complex": lambda v: complex(*(decode(x, nodes) for x in v)),
         "tuple": lambda v: tuple(decode(x, nodes) for x in v),
@@ -171,7 +174,7 @@ class Writer:
     def node(self, node: Node) -> dict[str, Any]:
         meta = {k: encode(node.meta[k]) for k in KEPT if node.meta.get(k) is not None}
         meta["source"] = source_line(node)
-        for key in ("spec", "global", "value"):
+        for key in ("spec", "global", "value", "local", "layout"):
             if key in node.meta:
                 meta[key] = encode(node.meta[key])
         choice = node.meta.get("choice")
@@ -279,7 +282,7 @@ def encode_binding(binding: Binding, writer: Writer) -> dict[str, Any]:
 
     def expected(name: str, want: Any) -> Any:
         if isinstance(want, Kind):
-            return {"kind": [list(want.shape), str(want.dtype).removeprefix("torch.")]}
+            return {"kind": [encode(list(want.shape)), str(want.dtype).removeprefix("torch.")]}
         try:
             return {"constant": encode(want)}
         except SpmdError:
@@ -322,7 +325,7 @@ def decode_binding(given: dict[str, Any], reader: Reader) -> Binding:
         if "constant" in want:
             return decode(want["constant"], {})
         shape, dtype = want["kind"]
-        return Kind(tuple(shape), getattr(torch, dtype))
+        return Kind(tuple(decode(shape, {})), getattr(torch, dtype))
 
     numbers, tree = pytree.tree_flatten(decode_tree(given["out_tree"]))
     results = [given["results"][i] for i in numbers]
@@ -338,6 +341,42 @@ def decode_binding(given: dict[str, Any], reader: Reader) -> Binding:
     )
 
 
+# --- dynamic dims ---------------------------------------------------------------------------------------------
+
+
+def encode_family(family: Family, writer: Writer) -> dict[str, Any]:
+    d = family.decisions
+    decisions = {
+        "choices": {n: (c.operands, c.results, c.factor_axes) for n, c in d.choices.items()},
+        "factors": dict(d.factors),
+        "trees": {key: {spec: (m.kind, m.axes, m.source, m.target) for spec, m in tree.items()}
+                  for key, tree in d.trees.items()},
+        "outputs": list(d.outputs), "kept": dict(d.kept), "replicated_ops": d.replicated_ops,
+    }  # fmt: skip
+    return {
+        "dims": [[x.name, x.hint, x.low, x.high] for x in family.dims.dims],
+        "guards": [[encode(g.condition), g.reason] for g in family.dims.guards],
+        "global": writer.graph(family.captured.graph),
+        "outputs": [encode(o.spec) for o in family.captured.outputs],
+        "local": writer.graph(family.common.graph),
+        "decisions": encode(decisions),
+    }
+
+
+def decode_family(given: dict[str, Any], reader: Reader, local: Partitioned) -> Family:
+    d = decode(given["decisions"], {})
+    decisions = Decisions(
+        {n: Choice(*c) for n, c in d["choices"].items()}, d["factors"],
+        {key: {spec: Move(*m) for spec, m in tree.items()} for key, tree in d["trees"].items()},
+        d["outputs"], d["kept"], d["replicated_ops"],
+    )  # fmt: skip
+    outputs = [dataclasses.replace(o, spec=decode(s, {}))
+               for o, s in zip(local.captured.outputs, given["outputs"], strict=True)]  # fmt: skip
+    captured = dataclasses.replace(local.captured, graph=reader.graph(given["global"]), outputs=outputs)
+    dims = Dims(tuple(Dim(*x) for x in given["dims"]), tuple(Guard(decode(c, {}), why) for c, why in given["guards"]))
+    return Family(captured, decisions, dims, dataclasses.replace(local, graph=reader.graph(given["local"])))
+
+
 # --- files ------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +389,7 @@ class Stored:
     backward: bool
     states: float
     budget: Memory | None
+    family: Family | None = None
 
 
 def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
@@ -372,7 +412,10 @@ def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
         "backward": stored.backward, "states": stored.states,
         "budget": [stored.budget.budget, stored.budget.states] if stored.budget is not None else None,
     }  # fmt: skip
-    manifest = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
+    if stored.family is not None:
+        program["family"] = encode_family(stored.family, writer)
+    version = 1 if stored.family is None else 2
+    manifest = {"format": FORMAT, "version": version, "torch": torch.__version__}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
 
         def write(name: str, data: str | bytes) -> None:
@@ -446,4 +489,5 @@ def _stored(program: dict[str, Any], tensors: Mapping[str, torch.Tensor], weight
     )  # fmt: skip
     binding = dataclasses.replace(decode_binding(program["binding"], reader), weights=dict(weights))
     budget = Memory(*program["budget"]) if program["budget"] is not None else None
-    return Stored(local, binding, program["backward"], program["states"], budget)
+    family = decode_family(program["family"], reader, local) if "family" in program else None
+    return Stored(local, binding, program["backward"], program["states"], budget, family)

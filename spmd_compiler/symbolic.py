@@ -1,4 +1,4 @@
-"""Integers that depend on a device's place: sympy expressions of the coordinates ``c_<axis>``.
+"""Integers that depend on a device's place or on dynamic sizes: sympy expressions of coordinates ``c_<axis>`` and dims.
 
 A local size or offset is an ``int`` whenever every device agrees on it, and a sympy expression otherwise.
 Uneven pieces follow ``torch.chunk``: with ``k = ceil(n / parts)`` the piece of coordinate ``c`` starts at
@@ -10,8 +10,9 @@ soon as their arguments are numbers.
 from __future__ import annotations
 
 import ast
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -42,8 +43,11 @@ class chunk(sympy.Function):
 
     @classmethod
     def eval(cls, n: sympy.Expr, parts: sympy.Expr, c: sympy.Expr) -> sympy.Expr | None:
-        if n.is_Integer and parts.is_Integer and c.is_Integer:
-            return sympy.Integer(piece(int(n), int(parts), int(c))[1])
+        if n.is_Integer and parts.is_Integer:
+            if n % parts == 0:
+                return n / parts
+            if c.is_Integer:
+                return sympy.Integer(piece(int(n), int(parts), int(c))[1])
         return None
 
 
@@ -55,8 +59,11 @@ class start(sympy.Function):
 
     @classmethod
     def eval(cls, n: sympy.Expr, parts: sympy.Expr, c: sympy.Expr) -> sympy.Expr | None:
-        if n.is_Integer and parts.is_Integer and c.is_Integer:
-            return sympy.Integer(piece(int(n), int(parts), int(c))[0])
+        if n.is_Integer and parts.is_Integer:
+            if n % parts == 0:
+                return n / parts * c
+            if c.is_Integer:
+                return sympy.Integer(piece(int(n), int(parts), int(c))[0])
         return None
 
 
@@ -78,6 +85,12 @@ def table(values: Sequence[int], place: IntExpr) -> IntExpr:
     return entry(place, *values)
 
 
+class real(sympy.Function):
+    """``real(x)``: ``x`` as a floating-point number."""
+
+    is_real = True
+
+
 _COORDINATES: dict[str, sympy.Symbol] = {}
 
 
@@ -86,6 +99,33 @@ def coordinate(axis: str) -> sympy.Symbol:
     if axis not in _COORDINATES:
         _COORDINATES[axis] = sympy.Symbol(f"c_{axis}", integer=True, nonnegative=True)
     return _COORDINATES[axis]
+
+
+@functools.cache
+def dim(name: str) -> sympy.Symbol:
+    """The symbol of a dynamic dim: a positive integer, the same on all devices."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def sized(tree: Any, sizes: Mapping[str, int]) -> Any:
+    """``tree`` with every dynamic dim replaced by its size; coordinates stay."""
+    if isinstance(tree, sympy.Basic):
+        found = tree.xreplace({s: sympy.Integer(sizes[s.name]) for s in tree.free_symbols if s.name in sizes})
+        return number(found)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(sized(x, sizes) for x in tree)
+    if isinstance(tree, dict):
+        return {k: sized(v, sizes) for k, v in tree.items()}
+    return tree
+
+
+def number(value: Any) -> Any:
+    """A sympy number or truth value as Python's; others as they are."""
+    if isinstance(value, real) and value.args[0].is_number:
+        return float(value.args[0])
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    return int(value) if value.is_Integer else value
 
 
 def length(n: IntExpr, parts: int, axis: str) -> IntExpr:
@@ -110,6 +150,9 @@ def bind(value: Any, coordinates: Mapping[str, int]) -> Any:
     """``value`` with every coordinate replaced by its number (an axis not named counts as 0)."""
     if not isinstance(value, sympy.Basic):
         return value
+    dynamic = [s.name for s in value.free_symbols if not s.name.startswith("c_")]
+    if dynamic:
+        raise ValueError(f"{value}: no size is given for {', '.join(dynamic)}")
     names = {s: coordinates.get(s.name.removeprefix("c_"), 0) for s in value.free_symbols}
     return int(value.xreplace({s: sympy.Integer(v) for s, v in names.items()}))
 
@@ -137,16 +180,21 @@ def symbols_in(tree: Any) -> set[sympy.Symbol]:
 
 
 _FUNCTIONS = {
-    f.__name__: f for f in (chunk, start, entry, sympy.Min, sympy.Max, sympy.Mod, sympy.floor, sympy.ceiling)
-}
+    f.__name__: f
+    for f in (chunk, start, entry, real, sympy.Min, sympy.Max, sympy.Mod, sympy.floor, sympy.ceiling, sympy.sqrt)
+} | {"Eq": sympy.Eq, "Ne": sympy.Ne}
 _OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.Pow: operator.pow, ast.USub: operator.neg, ast.UAdd: operator.pos,
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Invert: operator.invert,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
 }  # fmt: skip
 
 
-def parse(text: str) -> IntExpr:
-    """The expression of coordinates that prints as ``text``.  Raises ValueError for anything else."""
+def parse(text: str, dims: Collection[str] | None = ()) -> Any:
+    """The expression of coordinates and of ``dims`` (None: any name's) that prints as ``text``.
+
+    Raises ValueError for anything else."""
 
     def read(node: ast.AST) -> Any:
         if isinstance(node, ast.Expression):
@@ -155,15 +203,18 @@ def parse(text: str) -> IntExpr:
             return sympy.Integer(node.value)
         if isinstance(node, ast.Name) and node.id.startswith("c_"):
             return coordinate(node.id.removeprefix("c_"))
+        if isinstance(node, ast.Name) and (dims is None or node.id in dims):
+            return dim(node.id)
         if isinstance(node, (ast.BinOp, ast.UnaryOp)) and type(node.op) in _OPERATORS:
             operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
             return _OPERATORS[type(node.op)](*map(read, operands))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+            return _OPERATORS[type(node.ops[0])](read(node.left), read(node.comparators[0]))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
             return _FUNCTIONS[node.func.id](*map(read, node.args))
         raise ValueError(f"{text!r} is no expression of coordinates")
 
     try:
-        found = read(ast.parse(text, mode="eval"))
+        return number(read(ast.parse(text, mode="eval")))
     except SyntaxError:
         raise ValueError(f"{text!r} is no expression of coordinates") from None
-    return int(found) if found.is_Integer else found

@@ -12,7 +12,11 @@
 
 A type holds the global shape and, behind a bar, the local one (of coordinate 0) where it differs.  A line of the
 backward says so.  What a collective sends follows from its line and the mesh.  Level ``collectives`` leaves out
-computed values, level ``summary`` every line.
+computed values, level ``summary`` every line.  Of a program with dynamic dims the header says which and what they must
+satisfy, sizes and other integers are expressions of them, and bytes are those at the sizes given:
+
+    dims  batch=8 in 2..64
+    guard  Eq(Mod(batch, 2), 0)  # dim 0 of x is cut into 2 on dp
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ import torch
 from torch.fx import Node
 
 from . import collectives as coll
-from .collectives import Collective, is_collective
+from .collectives import KINDS, is_collective
+from .dims import Dims
 from .ir import Partitioned, is_tensor, source_line
 from .placements import Mesh, Spec, SpmdError
+from .symbolic import IntExpr, sized
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -98,10 +104,14 @@ class Ranges:
     Devices whose ranges move on by the same step are written once: ``0:4 +4 x8`` are eight of them.
     """
 
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    ranges: tuple[tuple[tuple[IntExpr, IntExpr], ...], ...]
+    hint: tuple[tuple[tuple[int, int], ...], ...] = ()  # at the example's sizes of dynamic dims
 
     def __str__(self) -> str:
         parts, i = [], 0
+        if self.hint:
+            rows = (" ".join(":".join("".join(str(n).split()) for n in r) for r in each) for each in self.ranges)
+            return "[" + ", ".join(row or "none" for row in rows) + "]"
         while i < len(self.ranges):
             step, count = self._run(i)
             text = " ".join(f"{b}:{e}" for b, e in self.ranges[i]) or "none"
@@ -119,8 +129,14 @@ class Ranges:
         return step, count
 
 
-def _moved(ranges: tuple[tuple[int, int], ...], by: int) -> tuple[tuple[int, int], ...]:
+def _moved(ranges: tuple[tuple[Any, Any], ...], by: Any) -> tuple[tuple[Any, Any], ...]:
     return tuple((b + by, e + by) for b, e in ranges)
+
+
+def ranges_of(ranges: tuple[Any, ...], hints: Mapping[str, int]) -> Ranges:
+    """`Ranges` whose bounds may hold dynamic dims, which have these sizes in the example."""
+    numbers = sized(ranges, hints)
+    return Ranges(ranges, () if numbers == ranges else numbers)
 
 
 Argument: TypeAlias = Any  # Ref, Word, Ranges, int, float, complex, bool, None, str, a sympy expression, or a tuple
@@ -169,29 +185,34 @@ def element_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Type:
-    """``f32[8192, 512 | 2048, 512]``: dtype, global shape, local shape (of coordinate 0)."""
+    """``f32[8192, 512 | 2048, 512]``: dtype, global shape, local shape (of coordinate 0).
+
+    ``hint`` is the local shape at the example's sizes where ``local`` holds dynamic dims."""
 
     dtype: str
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
+    shape: tuple[IntExpr, ...]
+    local: tuple[IntExpr, ...]
+    hint: tuple[int, ...] = ()
 
     @property
     def local_bytes(self) -> int:
-        return math.prod(self.local) * element_size(self.dtype)
+        return math.prod(self.hint or self.local) * element_size(self.dtype)
 
     def __str__(self) -> str:
         whole, local = (", ".join(map(str, s)) for s in (self.shape, self.local))
         return f"{self.dtype}[{whole}]" if whole == local else f"{self.dtype}[{whole} | {local}]"
 
 
-def type_of(value: Any, shape: Sequence[Any] | None = None) -> Type | Word | tuple[Any, ...]:
-    """The type of a fake value whose global shape is ``shape`` (None: its own)."""
+def type_of(value: Any, shape: Sequence[Any] | None = None, local: Any = None) -> Type | Word | tuple[Any, ...]:
+    """The type of a fake value whose global shape is ``shape`` (None: its own) and whose own is ``local`` in dims."""
     if isinstance(value, (tuple, list)):
-        return tuple(type_of(v) for v in value)
+        return tuple(type_of(v, None, at) for v, at in zip(value, local or [None] * len(value), strict=True))
     if not is_tensor(value):
         return Word("GraphModule" if isinstance(value, torch.nn.Module) else type(value).__name__)
-    local = tuple(int(s) for s in value.shape)
-    return Type(dtype_text(value.dtype), local if shape is None else tuple(int(s) for s in shape), local)
+    sizes = tuple(int(s) for s in value.shape)
+    piece = sizes if local is None else tuple(local)
+    whole = piece if shape is None else tuple(s if isinstance(s, sympy.Basic) else int(s) for s in shape)
+    return Type(dtype_text(value.dtype), whole, piece, () if piece == sizes else sizes)
 
 
 def type_text(kind: Type | Word | tuple[Any, ...] | None) -> str:
@@ -227,9 +248,10 @@ class Line:
         size: float = self.type.local_bytes
         ranges = [a for a in self.args if isinstance(a, Ranges)]
         if ranges:
-            have, want = (r.ranges for r in ranges)
-            others = math.prod(n for d, n in enumerate(self.type.local) if d != self.args[1])
-            size = max(coll.sent([r for (r,) in have], want)) * others * element_size(self.type.dtype)
+            have, want = (r.hint or r.ranges for r in ranges)
+            others = math.prod(n for d, n in enumerate(self.type.hint or self.type.local) if d != self.args[1])
+            moved = max(coll.sent([r for (r,) in have], want))  # type: ignore[arg-type]
+            size = moved * others * element_size(self.type.dtype)
         return coll.wire_bytes(self.op, size, math.prod(mesh[a] for a in self.axis.split("/")))
 
     def call(self) -> str:
@@ -257,19 +279,19 @@ class Line:
         return line
 
 
-def line_of(node: Node) -> Line:
-    """The line of a call or a constant of a local graph."""
+def line_of(node: Node, hints: Mapping[str, int] = {}) -> Line:
+    """The line of a call or a constant of a local graph, whose dynamic dims have these sizes in the example."""
     args = tuple(plain(a) for a in node.args)
     kwargs = tuple((k, plain(v)) for k, v in node.kwargs.items())
     op, axis, reduce = target_text(node), "", None
     if node.op == "get_attr":
         op, args, kwargs = "constant", (), ()
     elif is_collective(node):
-        c = Collective.of(node)
-        op, axis, reduce, args = c.kind, c.axis, c.op, (args[0], *_dims(node))
+        op, axis, reduce = KINDS[node.target], "/".join(coll.axes_of(node)), coll.reduce_op(node)
+        args = (args[0], *_dims(node, hints))
     return Line(
-        node.name, op, args, kwargs, type_of(node.meta.get("val"), node.meta.get("global")), node.meta.get("spec"),
-        "", axis, reduce, " ".join(source_line(node).split()), _phase(node),
+        node.name, op, args, kwargs, type_of(node.meta.get("val"), node.meta.get("global"), node.meta.get("local")),
+        node.meta.get("spec"), "", axis, reduce, " ".join(source_line(node).split()), _phase(node),
     )  # fmt: skip
 
 
@@ -284,15 +306,16 @@ def target_text(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def _dims(node: Node) -> list[Argument]:
+def _dims(node: Node, hints: Mapping[str, int]) -> list[Argument]:
     """What a collective does: the dims that it gathers and scatters, orders of axes, ranges."""
     if node.target is coll.all_to_all:
         return [node.args[1], node.args[3]]
     if node.target is coll.permute:
         return [node.args[1], plain(node.args[4])]
     if node.target is coll.fetch:
-        sides = (tuple(map(tuple, coll.ranges(node.args[i], coll.group_size(node)))) for i in (3, 4))
-        return [node.args[1], *map(Ranges, sides), *([plain(node.args[5])] if node.args[5] else [])]
+        sides = [tuple(map(tuple, coll.ranges(node.args[i], coll.group_size(node)))) for i in (3, 4)]
+        fill = [plain(node.args[5])] if node.args[5] else []
+        return [node.args[1], *(ranges_of(side, hints) for side in sides), *fill]
     return [] if node.target is coll.all_reduce else [node.args[1]]
 
 
@@ -306,25 +329,28 @@ class Text:
     lines: tuple[Line, ...]
     memory: tuple[tuple[str, int], ...] = ()
     level: str = "full"
+    dims: Dims | None = None
 
     @staticmethod
-    def of(local: Partitioned, memory: Mapping[str, int] | None = None) -> Text:
-        """The text of a partitioned graph."""
+    def of(local: Partitioned, memory: Mapping[str, int] | None = None, dims: Dims | None = None) -> Text:
+        """The text of a partitioned graph, with expressions of ``dims`` if it is that of a family."""
+        hints = dims.hints if dims is not None else {}
         inputs = iter(local.inputs)
         lines = []
         for node in local.graph.graph.nodes:
             if node.op == "placeholder":
                 i = next(inputs)
-                kind = type_of(node.meta.get("val"), node.meta.get("global"))
+                kind = type_of(node.meta.get("val"), node.meta.get("global"), node.meta.get("local"))
                 lines.append(Line(node.name, i.kind, (), (), kind, node.meta.get("spec"), i.name))
             elif node.op == "output":
                 flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
                 for value, o in zip(flat, local.outputs, strict=True):
                     lines.append(Line("", o.kind, (plain(value),), spec=o.spec, label=o.name))
             else:
-                lines.append(line_of(node))
+                lines.append(line_of(node, hints))
         profile = PurePath(local.profile.name).name if local.profile is not None else ""
-        return Text(local.captured.name, local.mesh, profile, tuple(lines), tuple((memory or {}).items()))
+        held = tuple((memory or {}).items())
+        return Text(local.captured.name, local.mesh, profile, tuple(lines), held, dims=dims)
 
     def at(self, level: str) -> Text:
         """The text at a level: ``collectives`` keeps inputs, outputs and collectives, ``summary`` no line."""
@@ -349,10 +375,14 @@ class Text:
         head = f"program {json.dumps(self.name)}  {self.mesh}"
         head += f"  profile {self.profile}" if self.profile else ""
         head += f"  level {self.level}" if self.level != "full" else ""
-        if not self.memory:
-            return [head]
-        kinds = (f"{k} {readable(v)}" + (f" ({v} B)" if v >= 1024 else "") for k, v in self.memory)
-        return [head, "memory  " + ", ".join(kinds)]
+        rows = [head]
+        if self.memory:
+            kinds = (f"{k} {readable(v)}" + (f" ({v} B)" if v >= 1024 else "") for k, v in self.memory)
+            rows.append("memory  " + ", ".join(kinds))
+        if self.dims is not None:
+            rows.append("dims  " + ", ".join(map(str, self.dims.dims)))
+            rows += [f"guard  {g.condition}  # {g.reason}" for g in self.dims.guards]
+        return rows
 
     def __str__(self) -> str:
         return "\n".join([*self.header(), *(line.text(self.mesh) for line in self.lines)]) + "\n"

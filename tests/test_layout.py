@@ -12,9 +12,10 @@ LINES = 600
 LEVELS = (
     ("symbolic",),
     ("placements", "collectives"),
-    ("decompositions", "dtensors", "cost"),
+    ("decompositions", "dtensors", "cost", "dims"),
     ("ir",),
     ("annotations", "rules", "redistribute", "text", "simulate"),
+    ("family",),
     ("reader",),
     ("diff",),
     ("contracts",),
