@@ -8,11 +8,14 @@ import fnmatch
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import passes
+from .aot import in_cache, package
 from .capture import Binding, capture_function, untraced
 from .collectives import Collective, collectives
 from .contracts import Contract
@@ -161,26 +164,53 @@ class Program:
                 found[o.kind].append((o.name, value))
         return found
 
-    def compile(self, device_mesh: Any = None, lower: str = "inductor") -> Callable[..., Any]:
+    def compile(
+        self, device_mesh: Any = None, lower: str = "inductor", aot: bool | str | Path = False
+    ) -> Callable[..., Any]:
         """This rank's callable, without Dynamo and its guards.
 
         ``device_mesh`` is a torch ``DeviceMesh`` of the program's shape (None: only for a mesh of one device).  It
         takes what the program takes, as DTensors or global tensors, and gives the result, or with ``backward`` a
-        pair ``(result, {name: gradient})``.
+        pair ``(result, {name: gradient})``.  ``lower`` is ``"inductor"``, or ``"eager"`` for the graph as it is.
+
+        ``aot`` names an AOTInductor package (``.pt2``; True: one in the compiler's cache) of an inference program whose
+        cuts are even: one package serves every rank.  It is written where it is missing (see `package`), else loaded.
         """
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            raise SpmdError(f"compile takes a torch DeviceMesh, not {device_mesh!r}; init_device_mesh makes one")
+        if device_mesh is None and self.mesh.size > 1:
+            raise SpmdError(f"the program is for {self.mesh}: compile takes the DeviceMesh of its ranks")
         if device_mesh is not None and Mesh.of(device_mesh).shape != self.mesh.shape:
             raise SpmdError(f"the program was planned for {self.mesh}, not for {Mesh.of(device_mesh)}")
+        if lower not in ("inductor", "eager"):
+            raise SpmdError(f"lower={lower!r}: use 'inductor' or 'eager'")
+        if not isinstance(aot, (bool, str, Path)):
+            raise SpmdError(f"aot is True, False or the path of a package, not {aot!r}")
+        if aot and lower == "eager":
+            raise SpmdError("aot is a package of Inductor's code, lower='eager' runs the graph as it is; give one")
         if self.family is not None:
-            return self._compiled_by_size(device_mesh, lower)
-        return direct(self.local, self.binding, device_mesh, lower, self.backward)
+            if aot not in (True, False):
+                raise SpmdError("each size of dynamic dims has a package of its own: aot=True")
+            return self._compiled_by_size(device_mesh, lower, aot)
+        path = None if aot is False else in_cache(self.local) if aot is True else Path(aot)
+        return direct(self.local, self.binding, device_mesh, lower, self.backward, path)
 
-    def _compiled_by_size(self, device_mesh: Any, lower: str) -> Callable[..., Any]:
+    def package(self, path: str | Path) -> None:
+        """Write the AOTInductor package of an inference program, which `compile` takes on every rank as ``aot``.
+
+        No process group is needed.  Raises `SpmdError` where cuts are uneven, or messages depend on the place.
+        """
+        if self.family is not None:
+            raise SpmdError("each size of dynamic dims has a package of its own: program.at(...).package(path)")
+        package(self.local, Path(path))
+
+    def _compiled_by_size(self, device_mesh: Any, lower: str, aot: Any) -> Callable[..., Any]:
         made: dict[int, Callable[..., Any]] = {}
 
         def call(*args: Any, **kwargs: Any) -> Any:
             found = self._at_arguments(args, kwargs)
             if id(found) not in made:
-                made[id(found)] = found.compile(device_mesh, lower)
+                made[id(found)] = found.compile(device_mesh, lower, aot)
             return made[id(found)](*args, **kwargs)
 
         return call

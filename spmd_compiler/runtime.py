@@ -12,6 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule, Node
 
+from .aot import packaged
 from .collectives import is_collective
 from .dtensors import dtensor_spec, placements_for, spec_in, wrap
 from .ir import Output, Partitioned
@@ -98,20 +100,24 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
     return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names), watched)
 
 
-def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
-    """A program as one piece of code, which returns gradients beside outputs."""
+def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str, package: Path | None = None) -> Halves:
+    """A program as one piece of code, that of a ``package`` if one is named; it returns gradients beside outputs."""
+    if package is not None:
+        return Halves(packaged(program, mesh, package), None, [], _strides(program.graph), [])
     graph = GraphModule(program.graph, copy.deepcopy(program.graph.graph))
     graph = _for_this_rank(graph, program, mesh)
     strides = _strides(graph)
     return Halves(compile_graph(graph, how, is_inference=True), None, [], strides, [])
 
 
-def direct(program: Partitioned, binding: Any, mesh: DeviceMesh | None, how: str, backward: bool) -> Callable[..., Any]:
+def direct(
+    program: Partitioned, binding: Any, mesh: DeviceMesh | None, how: str, backward: bool, package: Path | None = None
+) -> Callable[..., Any]:
     """A captured function on this rank: its result, and with ``backward`` a pair (result, {name: gradient}).
 
     ``binding`` is the `capture.Binding` of the function.  Parameters are taken from its module at each call.
     """
-    halves = compile_whole(program, mesh, how)
+    halves = compile_whole(program, mesh, how, package)
     outputs = program.outputs
     count = sum(o.kind == "output" for o in outputs)
     runner = Runner(program, halves, mesh, is_global=[True] * count, differentiable=[])

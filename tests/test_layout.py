@@ -42,6 +42,7 @@ LEVELS = (
     ("dynamo", "joint"),
     ("joint",),
     ("capture", "local_map", "lower"),
+    ("aot",),
     ("runtime",),
     ("store",),
     ("backend", "program"),
@@ -53,7 +54,7 @@ LEVELS = (
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
 # Supporting a new torch means reading these files.
-PRIVATE = {"capture", "dtensors", "dynamo", "joint", "lower", "runtime", "simulate"}
+PRIVATE = {"aot", "capture", "dtensors", "dynamo", "joint", "lower", "runtime", "simulate"}
 # The type of an operator has no public name.
 EVERYWHERE = {"torch._ops.OpOverload", "torch.utils._pytree"}
 
