@@ -11,9 +11,13 @@ that pay for themselves) subject to
 
 (1) ``sum_c z[n, c] = size[n]``                                                                   for every class
 (2) ``inflow_f(s) - outflow_f(s) + sum_{c makes s} w z[n, c] - sum_{c wants s} w z[k, c] = 0``    for every link's state
-(3) ``f[h, a] <= x[g, a]``                                                      for every link that pays with others
+(3) ``f[h, a] + slack[h, a] = x[g, a]``                                         for every link that pays with others
 
 So copies of one value form a tree of moves in which a shared prefix is paid once.
+
+The network's potentials and its parts of shared prices are multipliers of these rows: (1) by the least reduced cost of
+a class, (2) by the potential, (3) by the link's part.  Taken off, they leave the network's bound and costs of 0 and
+more, of which 0 is near the cheapest plan: the dual simplex begins there, and equal prices don't make it stall.
 """
 
 from __future__ import annotations
@@ -29,98 +33,71 @@ from .network import Link, Network, Node
 
 INTEGRAL = 1e-6
 BRANCHED = 20_000  # columns up to which a program that is not whole goes to branch and bound
-NOISY = 60_000  # columns from which a program's prices are parted by noise
-
-Entries = tuple[np.ndarray, np.ndarray, np.ndarray]  # rows, columns, coefficients
 
 
 class Program:
-    """The linear program of what a network keeps: columns, rows and prices as arrays."""
+    """The linear program of what a network keeps, as arrays, its costs reduced by the network's potentials."""
 
     def __init__(self, network: Network) -> None:
-        self.network = network
-        self.columns = 0
-        self.cost: list[np.ndarray] = []
-        self.equal: list[Entries] = []
-        self.rhs: list[np.ndarray] = []
-        self.equal_rows = 0
-        self.less: list[Entries] = []
-        self.less_rows = 0
-        self.first = {id(n): self._add_columns(n.cost[n.kept]) for n in network.nodes}
-        for node in network.classes:
-            self._add_node(node)
-        together = {id(h) for _, links in network.shared for h in links}
-        flow = {
-            id(h): self._add_columns(h.price[h.kept] * (id(h) not in together)) for h in network.links
-        }
-        for link in network.links:
-            self._add_link(link, flow[id(link)])
+        self.network, self.base = network, network.bound
+        self.size = self.rows = 0
+        self._cost: list[np.ndarray] = []
+        self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, columns, coefficients
+        self._rhs: list[np.ndarray] = []
+        self.choices = {id(n): self._add_node(n) for n in network.nodes}  # of each node: columns of the choices kept
+        flows = {id(h): self._add_link(h) for h in network.links}
         for price, links in network.shared:
-            self._add_shared(price, links, flow)
+            self._add_shared(price, links, flows)
+        rows, columns, values = (np.concatenate(x) for x in zip(*self._entries, strict=True))
+        self.matrix: csr_matrix = coo_matrix((values, (rows, columns)), shape=(self.rows, self.size)).tocsr()
+        self.cost, self.rhs = np.maximum(np.concatenate(self._cost), 0.0), np.concatenate(self._rhs)
 
-    def _add_columns(self, cost: np.ndarray) -> int:
-        first = self.columns
-        self.cost.append(cost)
-        self.columns += len(cost)
-        return first
+    def _add_columns(self, cost: np.ndarray) -> np.ndarray:
+        self._cost.append(cost)
+        self.size += len(cost)
+        return np.arange(self.size - len(cost), self.size)
 
-    def _add_node(self, node: Node) -> None:
+    def _add_rows(self, count: int, rhs: float, *entries: tuple[np.ndarray, np.ndarray, float]) -> None:
+        for rows, columns, value in entries:
+            self._entries.append((self.rows + rows, columns, np.full(len(columns), value)))
+        self._rhs.append(np.full(count, rhs))
+        self.rows += count
+
+    def _add_node(self, node: Node) -> np.ndarray:
         """(1)"""
-        columns = self.first[id(node)] + np.arange(int(node.kept.sum()))
-        self.equal.append((np.full(len(columns), self.equal_rows), columns, np.ones(len(columns))))
-        self.rhs.append(np.array([node.size]))
-        self.equal_rows += 1
+        columns = self._add_columns(node.excess()[node.kept])
+        self._add_rows(1, node.size, (np.zeros(len(columns), dtype=np.int64), columns, 1.0))
+        return columns
 
-    def _add_link(self, link: Link, flow: int) -> None:
+    def _add_link(self, link: Link) -> np.ndarray:
         """(2): one row a state; what is not an arc enters at its state with its weight (leaves, if negative)."""
-        source, target = link.source[link.kept], link.target[link.kept]
-        moves = flow + np.arange(len(source))
-        parts = [(target, moves, 1.0), (source, moves, -1.0)]
+        flow = self._add_columns(link.reduced()[link.kept])
+        entries = [(link.target[link.kept], flow, 1.0), (link.source[link.kept], flow, -1.0)]
         for ends, sign in ((link.makers, 1.0), (link.takers, -1.0)):
-            for end in ends:
-                states = end.states[end.node.kept]
-                parts.append((states, self.first[id(end.node)] + np.arange(len(states)), sign * end.weight))
-        states = np.concatenate([states for states, _, _ in parts])
-        used, rows = np.unique(states, return_inverse=True)
-        signs = np.concatenate([np.full(len(states), sign) for states, _, sign in parts])
-        self.equal.append((rows + self.equal_rows, np.concatenate([c for _, c, _ in parts]), signs))
-        self.rhs.append(np.zeros(len(used)))
-        self.equal_rows += len(used)
+            entries += [(e.states[e.node.kept], self.choices[id(e.node)], sign * e.weight) for e in ends]
+        row = np.zeros(link.states, dtype=np.int64)
+        row[np.concatenate([states for states, _, _ in entries])] = 1
+        used = int(row.sum())
+        row = np.cumsum(row) - 1
+        self._add_rows(used, 0.0, *((row[states], columns, value) for states, columns, value in entries))
+        return flow
 
-    def _add_shared(self, price: np.ndarray, links: list[Link], flow: dict[int, int]) -> None:
+    def _add_shared(self, price: np.ndarray, links: list[Link], flows: dict[int, np.ndarray]) -> None:
         """(3)"""
-        arcs = np.unique(np.concatenate([h.arcs[h.kept] for h in links]))
-        x = self._add_columns(price[arcs])
+        left = price.copy()
         for link in links:
-            mine = np.searchsorted(arcs, link.arcs[link.kept])
-            count = len(mine)
-            rows = np.tile(np.arange(count), 2) + self.less_rows
-            self.less.append((rows, np.concatenate([flow[id(link)] + np.arange(count), x + mine]),
-                              np.repeat([1.0, -1.0], count)))  # fmt: skip
-            self.less_rows += count
-
-    def most_active(self) -> float:
-        """What the columns of a plan can add up to, of those that have an alternative: choices, and on each link a move
-        along every axis and one more."""
-        most = len(self.network.problem.mesh.axes) + 1
-        nodes = sum(n.size for n in self.network.nodes if n.kept.sum() > 1)
-        return nodes + sum(h.count * min(most, int(h.kept.sum())) for h in self.network.links)
-
-    def matrices(self) -> tuple[np.ndarray, csr_matrix, np.ndarray, csr_matrix | None]:
-        def build(parts: list[Entries], rows: int) -> csr_matrix:
-            r, c, v = (np.concatenate(x) for x in zip(*parts, strict=True))
-            return coo_matrix((v, (r, c)), shape=(rows, self.columns)).tocsr()
-
-        less = build(self.less, self.less_rows) if self.less_rows else None
-        return np.concatenate(self.cost), build(self.equal, self.equal_rows), np.concatenate(self.rhs), less
+            left[link.arcs[link.kept]] -= link.price[link.kept]
+        arcs = np.unique(np.concatenate([h.arcs[h.kept] for h in links]))
+        made = self._add_columns(left[arcs])
+        for link in links:
+            slack = self._add_columns(link.price[link.kept])
+            copies = made[np.searchsorted(arcs, link.arcs[link.kept])]
+            rows = np.arange(len(slack))
+            self._add_rows(len(slack), 0.0, (rows, flows[id(link)], 1.0), (rows, slack, 1.0), (rows, copies, -1.0))
 
     def parts(self, values: np.ndarray) -> list[np.ndarray]:
         """For each class what part of it makes each choice kept."""
-        found = []
-        for node in self.network.classes:
-            first = self.first[id(node)]
-            found.append(values[first : first + int(node.kept.sum())] / node.size)
-        return found
+        return [values[self.choices[id(n)]] / n.size for n in self.network.classes]
 
     def picks(self, values: np.ndarray) -> tuple[list[int], bool]:
         """The choice that most of each class makes, and whether that is all of it everywhere."""
@@ -128,6 +105,59 @@ class Program:
         best = [int(np.argmax(p)) for p in parts]
         whole = all(bool(p[b] > 1 - INTEGRAL) for p, b in zip(parts, best, strict=True))
         return [int(n.picks[n.kept][b]) for n, b in zip(self.network.classes, best, strict=True)], whole
+
+    # --- solving -----------------------------------------------------------------------------------------------
+
+    def relaxed(self, upper: np.ndarray | None = None, iterations: int | None = None) -> Any:
+        """HiGHS's answer without wholeness."""
+        return linprog(
+            self.cost,
+            A_eq=self.matrix,
+            b_eq=self.rhs,
+            bounds=(0, None) if upper is None else np.stack([np.zeros(self.size), upper], axis=1),
+            method="highs-ds",
+            options={"presolve": False, "simplex_dual_edge_weight_strategy": "devex", "maxiter": iterations},
+        )
+
+    def dive(self, values: np.ndarray, bound: float) -> Minimum | None:
+        """Fix what is whole and the class nearest to it, solve again, until all is whole."""
+        upper = np.full(self.size, np.inf)
+        value = bound
+        while True:
+            open_ = []
+            for node, part in zip(self.network.classes, self.parts(values), strict=True):
+                columns, best = self.choices[id(node)], int(np.argmax(part))
+                if part[best] > 1 - INTEGRAL:
+                    upper[np.delete(columns, best)] = 0.0
+                else:
+                    open_.append((float(part[best]), -int(columns[0]), columns, best))
+            if not open_:
+                return Minimum(self.picks(values)[0], value, bound, self.size)
+            *_, columns, best = max(open_, key=lambda o: o[:2])
+            upper[np.delete(columns, best)] = 0.0
+            found = self.relaxed(upper)
+            if not found.success:
+                return None
+            values, value = found.x, self.base + found.fun
+
+    def branch(self, bound: float) -> Minimum:
+        """Branch and bound over the choices (moves follow them)."""
+        unit = np.ones(self.size)  # how many variables a choice's column stands for: all or none make it
+        whole = np.zeros(self.size, dtype=int)
+        for node in self.network.classes:
+            columns = self.choices[id(node)]
+            unit[columns], whole[columns] = node.size, 1
+        found = milp(
+            self.cost * unit,
+            constraints=[LinearConstraint(self.matrix @ diags(unit), self.rhs, self.rhs)],
+            integrality=whole,
+            bounds=Bounds(0, np.inf),
+            options={"node_limit": 1000, "mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            raise RuntimeError(f"branch and bound found no plan: {found.message}")
+        picks, _ = self.picks(found.x * unit)
+        return Minimum(picks, self.base + found.fun, max(bound, self.base + found.mip_dual_bound), self.size)
 
 
 @dataclass(frozen=True)
@@ -140,104 +170,21 @@ class Minimum:
     columns: int
 
 
-def minimum(network: Network) -> Minimum | None:
+def minimum(network: Network, iterations: int | None = None) -> Minimum | None:
     """The optimum of what a network keeps, in its scale, in whole choices (of a network of sums: of the relaxation).
 
-    None where there is no solution.
+    None where there is no solution, or none in so many iterations (not seconds: every rank must do the same).
     """
     program = Program(network)
-    relaxed = Relaxation(program)
-    # where equal prices make the simplex stall, as in large programs of equal parts, a little noise, the same in every
-    # run, parts them; limits count iterations, for every rank must do the same
-    rows = program.equal_rows + program.less_rows
-    noisy = [(1e-4, "devex", rows // 2), (1e-2, "devex", rows), (1.0, "devex", 20 * rows)]
-    attempts = [(0.0, None, rows + 10_000), *noisy]
-    for level, edges, limit in attempts[program.columns > NOISY and max(network.quotient.sizes) > 1 :]:
-        found, bound = relaxed.solve(level, edges, limit)
-        if found.status != 1:
-            break
-    if found.status == 2:
+    found = program.relaxed(iterations=iterations)
+    if found.status == 2 or (found.status == 1 and iterations is not None):
         return None
     if not found.success:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
+    bound = program.base + found.fun
     picks, whole = program.picks(found.x)
     if whole or not network.whole:
-        return Minimum(picks, found.fun, bound, program.columns)
-    if program.columns > BRANCHED and (dived := relaxed.dive(found.x, bound)) is not None:
+        return Minimum(picks, bound, bound, program.size)
+    if program.size > BRANCHED and (dived := program.dive(found.x, bound)) is not None:
         return dived
-    return relaxed.branch(bound)
-
-
-class Relaxation:
-    """The relaxation of a program, and what is done where its optimum is not whole."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.cost, self.equal, self.rhs, self.less = program.matrices()
-        self.draw = np.random.default_rng(0).random(program.columns)
-        for node in program.network.nodes:
-            if node.kept.sum() == 1:
-                self.draw[program.first[id(node)]] = 0.0
-
-    def solve(self, level: float, edges: str | None, limit: int, upper: Any = None) -> tuple[Any, float]:
-        """HiGHS's answer with noise of a ``level`` in the costs, and a bound of every plan."""
-        noise = level * self.draw
-        found = linprog(
-            self.cost + noise,
-            A_ub=self.less,
-            b_ub=np.zeros(self.program.less_rows) if self.less is not None else None,
-            A_eq=self.equal,
-            b_eq=self.rhs,
-            bounds=(0, None) if upper is None else np.stack([np.zeros(len(upper)), upper], axis=1),
-            method="highs-ds",
-            options={"maxiter": limit, "simplex_dual_edge_weight_strategy": edges},
-        )
-        if found.fun is None:
-            return found, 0.0
-        # every plan costs at least the noisy optimum less the noise on its own columns
-        return found, max(found.fun - float(noise.max(initial=0.0)) * self.program.most_active(), 0.0)
-
-    def dive(self, values: np.ndarray, bound: float) -> Minimum | None:
-        """Fix what is whole and the class nearest to it, solve again, until all is whole."""
-        program = self.program
-        upper = np.full(program.columns, np.inf)
-        price = 0.0
-        while True:
-            open_ = []
-            for node, part in zip(program.network.classes, program.parts(values), strict=True):
-                first, best = program.first[id(node)], int(np.argmax(part))
-                if part[best] > 1 - INTEGRAL:
-                    upper[first : first + len(part)] = 0.0
-                    upper[first + best] = np.inf
-                else:
-                    open_.append((float(part[best]), -first, len(part), best))
-            if not open_:
-                return Minimum(program.picks(values)[0], price, bound, program.columns)
-            _, first, count, best = max(open_)
-            upper[-first : -first + count] = 0.0
-            upper[-first + best] = np.inf
-            found, _ = self.solve(1e-4, "devex", 10 * (program.equal_rows + program.less_rows), upper)
-            if not found.success:
-                return None
-            values, price = found.x, found.fun
-
-    def branch(self, bound: float) -> Minimum:
-        """Branch and bound over the choices (moves follow them)."""
-        program = self.program
-        unit = np.ones(program.columns)  # how many variables a choice's column stands for: all or none make it
-        whole = np.zeros(program.columns, dtype=int)
-        for node in program.network.classes:
-            first = program.first[id(node)]
-            unit[first : first + int(node.kept.sum())] = node.size
-            whole[first : first + int(node.kept.sum())] = 1
-        constraints = [LinearConstraint(self.equal @ diags(unit), self.rhs, self.rhs)]
-        if self.less is not None:
-            constraints.append(LinearConstraint(self.less @ diags(unit), -np.inf, 0.0))
-        found = milp(
-            self.cost * unit, constraints=constraints, integrality=whole, bounds=Bounds(0, np.inf),
-            options={"node_limit": 1000, "mip_rel_gap": 0.0},
-        )  # fmt: skip
-        if found.x is None:
-            raise RuntimeError(f"branch and bound found no plan: {found.message}")
-        picks, _ = program.picks(found.x * unit)
-        return Minimum(picks, found.fun, max(bound, found.mip_dual_bound), program.columns)
+    return program.branch(bound)

@@ -82,6 +82,10 @@ class Link:
         self.potential = np.zeros(self.states)
         self.kept = np.full(len(self.arcs), True)
 
+    def reduced(self) -> np.ndarray:
+        """The price of each arc at the potentials."""
+        return self.price + self.potential[self.source] - self.potential[self.target]
+
     def below(self, value: np.ndarray) -> np.ndarray:
         """The largest potentials not above ``value``."""
         while len(self.arcs):

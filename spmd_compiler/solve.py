@@ -27,7 +27,9 @@ ROUNDS = (4, 4)  # of refinement, before each attempt to decide equal parts toge
 SMALLER = 0.6  # by which the parts that differ must be fewer for that
 SMALL = 20_000  # columns of a linear program that is solved as it is
 NEAR = 1e-3  # of the bound: how far from it the cheapest plan is looked for first
-MOST = 150_000  # columns that are looked at once a plan is known
+FIRST = 150_000  # columns that are looked at before a plan is known
+MOST = 600_000  # and after, in at most so many iterations
+ITERATIONS = 25_000
 LARGE = 1_500_000  # columns of a network that is too large to be looked at without deciding equal parts together
 TOLERANCE = 1e-6
 
@@ -60,7 +62,7 @@ def solve(problem: Problem) -> Solution:
         if upper is None:
             continue
         summed = colours.summed()
-        lower = upper if summed == tied else _minimum(Network(problem, tables, summed, whole=False))
+        lower = upper if summed == tied else _minimum(Network(problem, tables, summed, whole=False), upper.value)
         bound = max(bound, lower.bound if lower is not None else 0.0)
         found = _priced(problem, tables, [upper.picks[c] for c in tied.classes], upper.columns)
         if best is None or found.price < best.price:
@@ -72,13 +74,13 @@ def solve(problem: Problem) -> Solution:
     return dataclasses.replace(best, bound=min(bound, best.price))
 
 
-def _minimum(network: Network) -> Minimum | None:
+def _minimum(network: Network, price: float = math.inf) -> Minimum | None:
     """The optimum of a network's program in seconds, looked for among what its bound allows near it; None where there
     is none.
 
     What is left out is in no plan that costs less than the bound and the gap looked at: where the optimum of the rest
     costs no more than that it is the optimum of all, else its own distance from the bound is the next gap, unless too
-    much is within it.
+    much is within it.  A bound above ``price``, which a plan is known to have, is of no use: no more is looked at.
     """
     if not network.feasible:
         return None
@@ -87,18 +89,22 @@ def _minimum(network: Network) -> Minimum | None:
         found = minimum(network)
     else:
         bound = network.ascend()
-        gap = NEAR * bound
-        while network.within(gap) > MOST and gap > TOLERANCE * bound:
+        known = (1 + TOLERANCE) * (price * network.scale - bound)
+        gap = min(NEAR * bound, known)
+        while network.within(gap) > FIRST and gap > TOLERANCE * bound:
             gap /= 2
-        while (found := minimum(network)) is None or found.bound > bound + gap:
+        found = minimum(network)
+        while found is None or found.bound > bound + gap:
             if gap > bound:
                 return None
-            before, gap = gap, 10 * gap if found is None else (1 + TOLERANCE) * (found.value - bound)
+            before, gap = gap, 10 * gap if found is None else min((1 + TOLERANCE) * (found.value - bound), known)
             while network.within(gap) > MOST and gap > before and found is not None:
                 gap /= 2
-            if gap <= before:
+            wider = minimum(network, None if found is None else ITERATIONS) if gap > before else None
+            if wider is None and found is not None:
                 proven = bound + before
                 break
+            found = wider
     if found is None:
         return None
     bound = min(found.bound, proven) / network.scale
