@@ -67,7 +67,8 @@ def _within(
     """The cheapest plan found within a budget.
 
     The solver counts what lives where plans peak: where the cheapest of all does and, if what is found then peaks
-    elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.
+    elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.  Copies are
+    counted once the bound is known, which they would not leave valid (`_Builder.count`).
     """
     problem = builder.problem
     peaks: list[int] = []
@@ -93,24 +94,29 @@ def _within(
         return free
     times = [peak]
     best, bound = None, free.solution.bound
-    for last in (False, False, True):
-        builder.count(times)
+    failure: SpmdError | None = None
+    for attempt in range(3):
+        builder.count(times, copies=attempt > 0)
         peaks.clear()
         try:
             plan, below = cheapest_within(at, between, budget)
-        except SpmdError:
-            if best is None and (last or not set(peaks) - set(times)):
-                raise
+        except SpmdError as error:
+            failure = error
         else:
-            bound = bound if around else max(bound, below)
+            bound = max(bound, below) if attempt == 0 else bound
             better = best is None or plan.solution.price < best.solution.price * (1 - ENOUGH)
             if best is None or plan.solution.price < best.solution.price:
                 best = plan
             if bound >= best.solution.price * (1 - ENOUGH) or not better:
                 break
             around = Around(best.solution, budget - sum(holds(best)[0].values()))
-        times += [p for p in reversed(peaks) if p not in times][:1]
-    assert best is not None
+        elsewhere = [p for p in reversed(peaks) if p not in times][:1]
+        if best is None and attempt > 0 and not elsewhere:
+            break
+        times += elsewhere
+    if best is None:
+        assert failure is not None
+        raise failure
     price = best.solution.price
     return dataclasses.replace(best, solution=dataclasses.replace(best.solution, bound=min(bound, price)))
 
@@ -282,15 +288,20 @@ class _Builder:
         for i, o in enumerate(used):
             self._want(o, (index, i), node.meta.get("phase", "forward"))
 
-    def count(self, times: Sequence[int]) -> None:
-        """Let choices count the bytes they hold: inputs for good, others in the mean over ``times`` (node numbers)."""
+    def count(self, times: Sequence[int], copies: bool = False) -> None:
+        """Let choices count the bytes they hold: inputs for good, others in the mean over ``times`` (node numbers).
+
+        A value may be read before and after such a time in a spec that is cut into fewer pieces than it was made in: a
+        copy which is held besides.  Whether there is one depends on three choices; with ``copies`` the first reader on
+        either side counts half of what it wants, so that what is counted may be more than what is held.
+        """
         lives = lifetimes(self.graph, self.captured.outputs)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
 
         def share(first: int, last: int) -> float:
             return sum(first <= t <= last for t in times) / len(times)
 
-        def copies(choices: Sequence[Choice], r: int, first: int, last: int) -> np.ndarray:
+        def pieces(choices: Sequence[Choice], r: int, first: int, last: int) -> np.ndarray:
             """What part of a value is held: while it is made all of a partial one, then what a reduce-scatter keeps."""
             specs = [s for c in choices if (s := c.results[r]) is not None]
             whole = np.array([1.0 / s.shards(self.mesh) for s in specs])
@@ -302,17 +313,41 @@ class _Builder:
             held = np.zeros(len(variable.choices))
             for r, value in enumerate(results(node)):
                 if node.op == "placeholder":
-                    pieces = np.array([c.results[r].shards(self.mesh) for c in variable.choices])  # type: ignore[union-attr]
-                    held += self._input_share(node) * nbytes(value) / pieces
+                    parts = np.array([c.results[r].shards(self.mesh) for c in variable.choices])  # type: ignore[union-attr]
+                    held += self._input_share(node) * nbytes(value) / parts
                 elif (node, r) in lives and share(*lives[node, r]):
-                    held += nbytes(value) * copies(variable.choices, r, *lives[node, r])
+                    held += nbytes(value) * pieces(variable.choices, r, *lives[node, r])
             variable.memory = held if held.any() else None
+        for index, held in self._copies(times, order).items() if copies else ():
+            variable = self.problem.variables[index]
+            variable.memory = held if variable.memory is None else variable.memory + held
         for place, index in self.keeps.items():
             uses = [order[n] for n in place.users]
             part = share(min(uses), max(uses))
             variable = self.problem.variables[index]
             kept = [0.0 if s == k else 1.0 / k.shards(self.mesh) for s, k in (c.operands for c in variable.choices)]
             variable.memory = part * nbytes(place.meta["val"]) * np.array(kept)
+
+    def _copies(self, times: Sequence[int], order: Mapping[Node, int]) -> dict[int, np.ndarray]:
+        """Bytes that choices of readers count for copies, by variable."""
+        place = {i: order[n] for n, i in self.index.items()}
+        found: dict[int, np.ndarray] = {}
+        for (node, r, _), hub in self.hubs.items():
+            if node.op == "placeholder" or hub.tied:
+                continue
+            made = self.problem.variables[hub.source[0]].choices
+            most = max(s.shards(self.mesh) for c in made if (s := c.results[r]) is not None)
+            whole = math.prod(hub.shape) * hub.element
+            for t in times:
+                sides = [[(k, i) for k, i in hub.consumers if k in place and (place[k] > t) == after]
+                         for after in (False, True)]  # fmt: skip
+                if order[node] > t or not all(sides):
+                    continue
+                for k, i in (side[0] for side in sides):
+                    shards = np.array([c.operands[i].shards(self.mesh) for c in self.problem.variables[k].choices])
+                    held = np.where(shards < most, 0.5 / shards, 0.0) * (whole / len(times))
+                    found[k] = found.get(k, np.zeros(len(held))) + held
+        return found
 
     def _input_share(self, node: Node) -> float:
         """How many times its own bytes an input holds: what trains has a gradient and optimizer states."""

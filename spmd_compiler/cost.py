@@ -1,7 +1,16 @@
 """Prices, in seconds: a roofline for local compute and alpha + bytes / bandwidth for a collective.
 
-Profiles are plain data.  Rates are of one device: matmul rates in flop/s by element size, memory in bytes/s.
-An axis of a mesh runs over the fast link when it and all axes inside it fit within ``node_size`` devices.
+Profiles are plain data.  Rates are of one device: matmul rates in flop/s and memory rates in bytes/s by element size.
+
+``node_size`` devices of a node share the fast link, ``intra``.  Ranks count along the innermost axis first, so that
+``k = node_size // (devices inside it)`` devices of an axis of ``n``, at least 1 and at most ``n``, are in one node.  A
+ring (or tree) over all ``n`` passes through each node once and leaves it over the ``k`` network cards of its members:
+
+    seconds = intra.alpha sqrt(steps of k) + inter.alpha sqrt(steps of n / k) + wire bytes / min(intra, k inter)
+
+which is ``intra`` alone for ``k = n`` and ``inter`` alone for ``k = 1`` (NCCL's bus bandwidth,
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).  In an exchange each device sends ``n - k`` of its
+``n - 1`` messages over its own card.
 """
 
 from __future__ import annotations
@@ -18,47 +27,72 @@ from torch.fx import Node
 from .collectives import KINDS, axes_of, is_collective, message_bytes, wire_bytes
 from .placements import Mesh, SpmdError
 
+Rates = float | Mapping[int, float]
+
 
 @dataclass(frozen=True)
 class Link:
-    """``alpha`` seconds a message step and ``bandwidth`` bytes/s a device."""
+    """``alpha`` seconds a message step, ``bandwidth`` bytes/s a device; ``kinds``: those of one kind of collective."""
 
     alpha: float
     bandwidth: float
+    kinds: Mapping[str, Link] = field(default_factory=dict)
+
+    def of(self, kind: str) -> Link:
+        return self.kinds.get(kind, self)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a device and its links can do.  ``axis_links`` overrides the link of a named axis."""
+    """What a device and its links can do.
+
+    ``order`` names axes from outermost to innermost where that is not the mesh's order; axes that it leaves out lie
+    outside them.  ``axis_links`` gives a named axis a link of its own, whatever nodes hold.
+    """
 
     name: str
     matmul: Mapping[int, float]  # flop/s by bytes per element
-    memory: float  # bytes/s
+    memory: Rates  # bytes/s, of every dtype or by bytes per element
     launch: float  # seconds per kernel
     intra: Link
     inter: Link
     node_size: int = 8
+    order: tuple[str, ...] = ()
     axis_links: Mapping[str, Link] = field(default_factory=dict)
     repeats_work: bool = True  # False: matmul work is never done twice, whatever it would save on the wire
 
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def link(self, mesh: Mesh, axis: str) -> Link:
-        if axis in self.axis_links:
-            return self.axis_links[axis]
-        inside = math.prod(mesh.shape[mesh.axes.index(axis) :])
-        return self.intra if inside <= self.node_size else self.inter
+    def in_node(self, mesh: Mesh, axis: str) -> int:
+        """How many devices of an axis a node holds."""
+        order = [a for a in mesh.axes if a not in self.order] + [a for a in self.order if a in mesh.axes]
+        inside = math.prod(mesh[a] for a in order[order.index(axis) + 1 :])
+        return max(1, min(mesh[axis], self.node_size // inside))
 
     def collective(self, mesh: Mesh, kind: str, axes: tuple[str, ...], result_bytes: float) -> float:
-        """Seconds of a collective over ``axes`` whose result on one device has ``result_bytes``."""
+        """Seconds of a collective over ``axes`` whose result on one device has ``result_bytes``: at the pace of the
+        slowest axis where messages travel along several."""
         parts = math.prod(mesh[a] for a in axes)
         if parts == 1:
             return 0.0
-        links = [self.link(mesh, a) for a in axes]
-        link = max(links, key=lambda k: (1 / k.bandwidth, k.alpha))
-        steps = {"all_reduce": 2 * (parts - 1), "permute": 1, "all_to_all": 1}.get(kind, parts - 1)
-        return link.alpha * math.sqrt(steps) + wire_bytes(kind, result_bytes, parts) / link.bandwidth
+        wire = wire_bytes(kind, result_bytes, parts)
+        return max(self._along(mesh, kind, axis, wire) for axis in axes if mesh[axis] > 1)
+
+    def _along(self, mesh: Mesh, kind: str, axis: str, wire: float) -> float:
+        n = mesh[axis]
+        given = self.axis_links.get(axis)
+        k = n if given is not None else self.in_node(mesh, axis)
+        near, far = (given or self.intra).of(kind), self.inter.of(kind)
+        if k == n:
+            return near.alpha * math.sqrt(_steps(kind, n)) + wire / near.bandwidth
+        if kind == "permute":
+            return far.alpha + wire / far.bandwidth
+        if kind == "all_to_all":
+            out, inside = wire * (n - k) / (n - 1), wire * (k - 1) / (n - 1)
+            return far.alpha + max(out / far.bandwidth, inside / near.bandwidth)
+        start = near.alpha * math.sqrt(_steps(kind, k)) + far.alpha * math.sqrt(_steps(kind, -(-n // k)))
+        return start + wire / min(near.bandwidth, (n % k or k) * far.bandwidth)
 
     def collectives(self, mesh: Mesh, nodes: Iterable[Node]) -> float:
         """Seconds of those of the nodes that are collectives."""
@@ -68,8 +102,18 @@ class Profile:
 
     def compute(self, flops: float, nbytes: float, element: int) -> float:
         """Seconds of one local kernel: the slower of its matmul flops and its memory traffic, plus the launch."""
-        rate = self.matmul.get(element) or self.matmul[min(self.matmul, key=lambda k: abs(k - element))]
-        return max(flops / rate, nbytes / self.memory) + self.launch
+        return max(flops / _rate(self.matmul, element), nbytes / _rate(self.memory, element)) + self.launch
+
+
+def _steps(kind: str, n: int) -> int:
+    return {"all_reduce": 2 * (n - 1), "permute": 1, "all_to_all": 1}.get(kind, n - 1)
+
+
+def _rate(rates: Rates, element: int) -> float:
+    """That of the element size, or of the size nearest to it."""
+    if not isinstance(rates, Mapping):
+        return rates
+    return rates.get(element) or rates[min(rates, key=lambda k: abs(k - element))]
 
 
 _NVLINK = Link(4e-6, 370e9)
@@ -98,7 +142,8 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def read_profile(path: str) -> Profile:
-    """A profile from a TOML file: its fields, links as tables of ``alpha`` and ``bandwidth``.
+    """A profile from a TOML file: its fields, links as tables of ``alpha`` and ``bandwidth``, and in a link, by the
+    name of a collective, what that has of its own.
 
     What it leaves out is that of the profile named by ``base`` (``h100`` if it names none).
     """
@@ -107,21 +152,50 @@ def read_profile(path: str) -> Profile:
     known = {f.name for f in fields(Profile)}
     if unknown := sorted(given.keys() - known):
         raise SpmdError(f"{path}: a profile has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    try:
+        return dataclasses.replace(base, **{"name": path, **profile_fields(given)})
+    except SpmdError as error:
+        raise SpmdError(f"{path}: {error}") from None
 
-    def link(table: Any) -> Link:
-        try:
-            return Link(float(table["alpha"]), float(table["bandwidth"]))
-        except (TypeError, KeyError, ValueError):
-            raise SpmdError(f"{path}: a link is {{alpha = seconds, bandwidth = bytes per second}}") from None
 
-    for key in ("intra", "inter"):
-        if key in given:
-            given[key] = link(given[key])
-    if "axis_links" in given:
-        given["axis_links"] = {axis: link(table) for axis, table in given["axis_links"].items()}
-    if "matmul" in given:
-        given["matmul"] = {int(size): float(rate) for size, rate in given["matmul"].items()}
-    return dataclasses.replace(base, **{"name": path, **given})
+def profile_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a profile from plain data: links from mappings, rates by number.  Raises `SpmdError` for others."""
+    made = dict(given)
+    for key in made.keys() & {"intra", "inter"}:
+        made[key] = _link(made[key])
+    if "axis_links" in made:
+        made["axis_links"] = {axis: _link(table) for axis, table in made["axis_links"].items()}
+    for key in made.keys() & {"matmul", "memory"}:
+        made[key] = _rates(key, made[key])
+    if "order" in made:
+        if isinstance(made["order"], str) or not all(isinstance(a, str) for a in made["order"]):
+            raise SpmdError(f"order is a list of axes from outermost to innermost, not {made['order']!r}")
+        made["order"] = tuple(made["order"])
+    return made
+
+
+def _link(table: Any) -> Link:
+    names = dict.fromkeys(KINDS.values())
+    try:
+        kinds = {k: _link(v) for k, v in (table.get("kinds") or table).items() if k in names}
+        if unknown := table.keys() - {"alpha", "bandwidth", "kinds", *names}:
+            raise SpmdError(f"a link has no {', '.join(sorted(unknown))}; it has alpha, bandwidth, {', '.join(names)}")
+        return Link(float(table["alpha"]), float(table["bandwidth"]), kinds)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        if isinstance(error, SpmdError):
+            raise
+        raise SpmdError("a link is {alpha = seconds, bandwidth = bytes per second}") from None
+
+
+def _rates(name: str, given: Any) -> Rates:
+    try:
+        if isinstance(given, Mapping):
+            return {int(size): float(rate) for size, rate in given.items()}
+        if name == "memory":
+            return float(given)
+    except (TypeError, ValueError):
+        pass
+    raise SpmdError(f"{name} has rates by bytes of an element, such as {{2 = 6e14, 4 = 3e14}}, not {given!r}")
 
 
 def profile_of(profile: str | Profile | None) -> Profile:

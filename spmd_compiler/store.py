@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from .capture import Binding, Kind, fake_mode, named_state
-from .cost import Link, Profile
+from .cost import Profile, profile_fields
 from .dims import Dim, Dims, Guard
 from .family import Decisions, Family
 from .ir import Captured, Input, Output, Partitioned, source_line
@@ -479,9 +479,7 @@ def _stored(program: dict[str, Any], tensors: Mapping[str, torch.Tensor], weight
     )  # fmt: skip
     profile = decode(program["profile"], {})
     if profile is not None:
-        links = {k: Link(**profile[k]) for k in ("intra", "inter")}
-        links["axis_links"] = {a: Link(**v) for a, v in profile["axis_links"].items()}  # type: ignore[assignment]
-        profile = Profile(**{**profile, **links})
+        profile = Profile(**profile_fields(profile))
     local = Partitioned(
         reader.graph(program["local"]), inputs, [Output(n, k, s, of) for n, k, s, _, of in outs],
         program["num_forward_outputs"], mesh, captured, price=program["price"], bound=program["bound"],
