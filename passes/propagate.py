@@ -276,7 +276,7 @@ class _Builder:
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
         variable = Variable(node.name, picks, compute)
-        windowed = isinstance(domain, Rule) and bool(domain.windows)
+        windowed = isinstance(domain, Rule) and bool(domain.windows) and not (domain.aligned and not self.uneven)
         variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)
         self.problem.variables.append(variable)
@@ -511,18 +511,28 @@ class _Builder:
         return math.prod(sizes) * value.element_size()
 
     def _compute(self, node: Node, r: Rule, c: Choice) -> float:
-        if node.op != "call_function" or _is_view(node):
+        if node.op != "call_function":
             return 0.0
+        inside = self._inside(node, r, c) if self._sends(r, c) else 0.0
+        if _is_view(node):
+            return inside
         used, made = operands(node), results(node)
         pieces = [self._piece(o.meta["val"], s) for o, s in zip(used, c.operands, strict=True)]
         pieces += [self._piece(v, s) for v, s in zip(made, c.results, strict=True) if v is not None and s is not None]
         traffic = sum(pieces)
         element = next((v.element_size() for v in made if v is not None), 4)
         flops = self._flops(r, c)
-        seconds = self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)
-        if any(f in r.windows or r.reduce.get(f) == "none" for f, _ in c.factor_axes):
-            seconds += self._inside(node, r, c)
-        return seconds
+        return inside + self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)
+
+    def _sends(self, r: Rule, c: Choice) -> bool:
+        """Whether the local form may hold collectives."""
+        for f, axes in c.factor_axes:
+            parts = math.prod(self.mesh[a] for a in axes)
+            if f in r.windows and not (r.aligned and all(n % parts == 0 for n in r.windows[f])):
+                return True
+            if r.reduce.get(f) == "none":
+                return True
+        return False
 
     def _inside(self, node: Node, r: Rule, c: Choice) -> float:
         """Seconds of the collectives that a local form issues itself."""

@@ -55,7 +55,8 @@ class Rule:
     local pieces.  ``flops`` counts matmul-like work of the global op.
 
     A factor in ``windows`` stands in dims of different sizes (all of them listed; ``sizes`` has a result's): each is
-    cut in as many pieces, and the form fetches what a piece of the result needs from pieces of the operands.
+    cut in as many pieces, and the form fetches what a piece of the result needs from pieces of the operands: of an
+    ``aligned`` rule nothing where all pieces are even.
     """
 
     operands: tuple[Dims, ...]
@@ -68,12 +69,14 @@ class Rule:
     flops: float = 0.0
     even: frozenset[str] = frozenset()  # factors that are cut evenly or not at all (the form can't do uneven pieces)
     windows: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    aligned: bool = False
 
     def key(self) -> tuple[Any, ...]:
         """Equal for rules that give equal choices."""
         return (
             self.operands, self.results, tuple(sorted(self.sizes.items())), tuple(sorted(self.reduce.items())),
             self.whole, self.linear, self.flops, self.even, tuple(sorted(self.windows.items())),
+            self.aligned,
         )  # fmt: skip
 
     def shardable(self) -> list[str]:

@@ -46,15 +46,25 @@ EVEN = {"XS": 4, "S": 4, "M": 8, "L": 12}  # in place of torch's 3, 5, 10 and 20
 OPTIONS = passes.Options(profile="bytes")
 
 
+@dataclasses.dataclass(frozen=True)
 class Sparing(Profile):
-    """Wire bytes, where gathering costs out of proportion: the plan gathers nothing large if there is such a plan."""
+    """Wire bytes, where a gather of ``most`` bytes and more is out of the question if there is another plan."""
+
+    most: int = 0
+    __hash__ = Profile.__hash__
 
     def collective(self, mesh: Mesh, kind: str, axes: tuple[str, ...], result_bytes: float) -> float:
         price = super().collective(mesh, kind, axes, result_bytes)
-        return price * (1 + result_bytes) if kind == "all_gather" else price
+        return price * 1e5 if kind == "all_gather" and result_bytes >= self.most else price
 
 
-SPARING = passes.Options(profile=Sparing(**{**vars(PROFILES["bytes"]), "name": "sparing"}))
+def sparing(tensors: Sequence[torch.Tensor], specs: Sequence[Spec]) -> passes.Options:
+    """Options under which a plan gathers as much as a sharded input only for want of another."""
+    most = min(t.numel() for t, s in zip(tensors, specs, strict=True) if s.sharding)
+    given = {**vars(PROFILES["bytes"]), "name": f"sparing {most}", "repeats_work": True}
+    return passes.Options(profile=Sparing(**given, most=most))
+
+
 LARGEST = 20_000  # elements of a sample's inputs
 LONG = 200  # nodes; a longer program is tried under its first two placements alone
 OWN_SIZES = ("_segment_reduce",)
@@ -266,7 +276,7 @@ def gathered(local: Partitioned) -> str | None:
     whole = [math.prod(n.meta["global"]) for n, i in zip(local.graph.graph.nodes, local.inputs, strict=False)
              if i.spec is not None and i.spec.sharding]  # fmt: skip
     for node in local.graph.graph.nodes:
-        if held and node.target is coll.all_gather and node.meta["val"].numel() >= min(whole):
+        if held and node.target is coll.all_gather and node.meta["val"].numel() >= max(min(whole), 1):
             return str(node.meta.get("why") or f"inside {node.meta.get('origin')}")
     return None
 
@@ -389,7 +399,7 @@ def sweep(name: str, seed: int = 0, samples: int | None = None, combinations: in
                         why = gathered(local)
                         row.kept += why is None
                         if why is not None:
-                            why = gathered(entry.check(mesh, specs, whole=False, options=SPARING))
+                            why = gathered(entry.check(mesh, specs, whole=False, options=sparing(sample.tensors, specs)))
                             row.spared += why is None
                         if why is not None:
                             row.gathers.append(why)

@@ -54,4 +54,4 @@ def test_rows_sent(name):
     program = spmd.export(function, (x,), mesh={"a": 4}, placements=where, profile="bytes")
     torch.testing.assert_close(program.simulate(x), function(x))
     assert program.wire_bytes <= rows * COLUMNS * 4
-    assert {c.kind for c in program.collectives} <= {"permute"}
+    assert {c.kind for c in program.collectives} <= {"permute", "all_to_all"}

@@ -8,7 +8,6 @@ from torch.fx import Graph
 
 from spmd_compiler import rules
 from spmd_compiler.ir import Emit, operands
-from spmd_compiler.ops.view import factored
 from spmd_compiler.placements import Mesh, Spec
 from spmd_compiler.rules import Linear, Rule, choices, emit_choice, parse_rule, register_rule, rule_of
 
@@ -89,29 +88,24 @@ def test_the_size_of_a_factor_that_stands_in_a_composite_dim_alone_is_inferred()
 
 
 @pytest.mark.parametrize(
-    "old, new, terms",
+    "old, new, terms, windows",
     [
-        ((6, 4), (24,), "f0 f1 | (f0 f1)"),
-        ((24,), (6, 4), "(f0 f1) | f0 f1"),
-        ((4, 6), (8, 3), "f0 (f1 f2) | (f0 f1) f2"),
-        ((2, 3), (3, 2), "f0 f2 | f1 f3"),
-        ((6, 4), (4, 6), "(f0 f1) f4 | (f0 f2) f3"),
-        ((5, 1), (1, 5), "f0 1 | 1 f0"),
-        ((), (1,), " | 1"),
-        ((0, 3), (3, 0), "1 1 | 1 1"),
+        ((6, 4), (24,), "f0 1 | f0", {"f0": {6, 24}}),
+        ((24,), (6, 4), "f0 | f0 1", {"f0": {6, 24}}),
+        ((4, 6, 5), (8, 3, 5), "f0 1 f1 | f0 1 f1", {"f0": {4, 8}}),
+        ((2, 3), (3, 2), "f0 1 | f0 1", {"f0": {2, 3}}),
+        ((5, 1), (1, 5), "f0 1 | 1 f0", {}),
+        ((1, 4, 1, 3), (2, 1, 6, 1), "1 f0 1 1 | f0 1 1 1", {"f0": {2, 4}}),
+        ((), (1,), " | 1", {}),
+        ((0, 3), (3, 0), "1 1 | 1 1", {}),
     ],
 )
-def test_reshapes_are_factored(old, new, terms):
-    left, right, sizes, whole = factored(old, new)
-
-    def text(dims):
-        return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
-
-    assert f"{text(left)} | {text(right)}" == terms
-    for shape, dims in ((old, left), (new, right)):
-        for n, dim in zip(shape, dims, strict=True):
-            assert not dim or n == torch.Size([sizes[f] for f in dim]).numel()
-    assert whole <= set(sizes)
+def test_reshapes_are_parted_into_blocks(old, new, terms, windows):
+    _, node = call(aten.view.default, old, rest=(list(new),))
+    rule = rule_of(node)
+    (left,), (right,) = rule.operands, rule.results
+    assert " | ".join(" ".join(d[0] if d else "1" for d in term) for term in (left, right)) == terms
+    assert rule.windows == windows
 
 
 # --- choices ------------------------------------------------------------------------------------------------
@@ -148,7 +142,10 @@ def test_a_factor_is_cut_unevenly_only_where_allowed():
     assert len(choices(rule_of(node), mesh)) == 1
     assert len(choices(rule_of(node), mesh, {(6, 4)})) == 2
     _, node = call(aten.view.default, (6, 2), rest=([12],))
-    assert len(choices(rule_of(node), mesh, {(6, 4), (12, 4)}, ())) == 1, "uneven pieces of a composite dim"
+    assert len(choices(rule_of(node), mesh, {(6, 4)}, ())) == 2, "12 is even"
+    _, node = call(aten.view.default, (6, 3), rest=([18],))
+    assert len(choices(rule_of(node), mesh, {(6, 4)}, ())) == 1, "so must all the sizes of a window be"
+    assert len(choices(rule_of(node), mesh, {(6, 4), (18, 4)}, ())) == 2
 
 
 def test_an_axis_of_one_device_gives_no_choices():

@@ -1,7 +1,6 @@
 """Views and other pure data movement: linear in everything, under every reduction.
 
-A reshape is factored by matching products of sizes: ``[6, 4] -> [24]`` is ``a b -> (a b)``; what has no common
-factorisation is one whole block.
+A reshape is parted into blocks of dims of equal size: ``[6, 4, 5] -> [24, 5]`` is ``[6, 4] -> [24]``, ``[5] -> [5]``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Emit, operands
-from ..rules import ANY_OP, Dims, Linear, Rule, define, dims, fit
+from ..rules import ANY_OP, Dims, Rule, define, dims, fit
 from .reduce import argument
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -28,63 +27,48 @@ def moved(node: Node, ops: Sequence[Dims], res: Sequence[Dims], **fields: Any) -
 # --- reshapes -----------------------------------------------------------------------------------------------
 
 
-def factored(old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """Dims of a reshape's operand and result, the sizes of its factors and those that are never sharded.
-
-    Both shapes are read from the left: the greatest common divisor of what is left of two dims is a factor of
-    both; where there is none, the dims up to the next common product are tied to nothing.
-    """
-    sizes: dict[str, int] = {}
-    whole: set[str] = set()
-    terms: tuple[list[tuple[str, ...]], list[tuple[str, ...]]] = ([() for _ in old], [() for _ in new])
-    if math.prod(old) == 0:
-        return tuple(terms[0]), tuple(terms[1]), {}, frozenset()
-    i = j = 0
-    left, right = 1, 1  # what is left of old[i - 1] and new[j - 1]
-
-    def add(side: int, at: int, n: int, shared: str | None = None, fixed: bool = False) -> str:
-        name = shared or f"f{len(sizes)}"
-        sizes[name] = n
-        terms[side][at] += (name,)
-        if fixed:
-            whole.add(name)
-        return name
-
-    while i < len(old) or j < len(new) or left > 1 or right > 1:
-        if left == 1 and i < len(old):
-            left, i = old[i], i + 1
+def blocks(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """Runs of dims that a reshape makes of each other: the least of equal size, without dims of size 1 before them."""
+    found, i, j = [], 0, 0
+    while i < len(old) and j < len(new):
+        if old[i] == 1 or new[j] == 1:
+            i, j = i + (old[i] == 1), j + (new[j] == 1 and old[i] != 1)
             continue
-        if right == 1 and j < len(new):
-            right, j = new[j], j + 1
-            continue
-        if left == right == 1:
-            break
-        common = math.gcd(left, right)
-        if common > 1:
-            add(1, j - 1, common, add(0, i - 1, common))
-            left, right = left // common, right // common
-            continue
-        # nothing in common: both sides grow until their products agree
-        add(0, i - 1, left, fixed=True)
-        add(1, j - 1, right, fixed=True)
-        while left != right:
-            if left < right:
-                left, i = left * old[i], i + 1
-                add(0, i - 1, old[i - 1], fixed=True)
+        begin, (a, b) = (i, j), (old[i], new[j])
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                a, i = a * old[i], i + 1
             else:
-                right, j = right * new[j], j + 1
-                add(1, j - 1, new[j - 1], fixed=True)
-        left = right = 1
-    return tuple(terms[0]), tuple(terms[1]), sizes, frozenset(whole)
+                b, j = b * new[j], j + 1
+        found.append((range(begin[0], i), range(begin[1], j)))
+    return found
 
 
-def reshape(node: Node) -> Rule:
-    old, new, sizes, whole = factored(tuple(node.args[0].meta["val"].shape), tuple(node.meta["val"].shape))
+def reshape(node: Node) -> Rule | None:
+    """Of each block the first dims on both sides are one factor.  Its pieces are ranges of the block's elements, the
+    same ones where both are even; else what a piece lacks is fetched."""
+    old, new = tuple(node.args[0].meta["val"].shape), tuple(node.meta["val"].shape)
+    runs = blocks(old, new) if math.prod(old) else []
+    left, right = ({run[side][0]: (f"f{k}",) for k, run in enumerate(runs)} for side in (0, 1))
+    windows = [f"f{k}" for k, (i, j) in enumerate(runs) if old[i[0]] != new[j[0]]]
 
     def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
-        return e.call(aten.reshape.default, x, list(e.shape()))
+        (spec,) = e.operand_specs
+        assert spec is not None
+        given, made = spec.local_shape(old, e.mesh), list(e.shape())
+        for k, (i, j) in enumerate(runs):
+            factor, size = f"f{k}", math.prod(old[d] for d in i)
+            have, want = ([(b * (size // n), end * (size // n)) for b, end in e.pieces(factor, n)]
+                          for n in (old[i[0]], new[j[0]]))  # fmt: skip
+            if e.axes(factor) and have != want:
+                flat = math.prod(given[d] for d in i)
+                x = e.call(aten.reshape.default, x, [*made[: j[0]], flat, *given[i.stop :]])
+                x = e.fetch(x, j[0], factor, have, [[w] for w in want])
+        return e.call(aten.reshape.default, x, made)
 
-    return Rule((old,), (new,), sizes, whole=whole, linear=(Linear((0,), ANY_OP),), form=form)
+    terms = [tuple(f.get(d, ()) for d in range(len(shape))) for f, shape in ((left, old), (right, new))]
+    return moved(node, terms[:1], terms[1:], windows=windows, aligned=True, form=form)
 
 
 @define(aten.view.default, aten._unsafe_view.default, aten.reshape.default, prims.reshape.default,
