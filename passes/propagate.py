@@ -487,7 +487,8 @@ class _Builder:
         used = tuple(o.meta["val"].element_size() for o in operands(node))
         # what moves depends on strides and pads
         steps = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if r.windows and not isinstance(a, Node)]
-        key = (r.key(), node.target, elements, used, str(steps))
+        taken = frozenset(u.args[1] for u in node.users if is_getitem(u))  # what else it makes need not travel
+        key = (r.key(), node.target, elements, used, taken, str(steps))
         if key not in self.shared:
             picks = choices(r, self.mesh, self.uneven, ("sum", "max", "min", "product"))
             compute = np.array([self._compute(node, r, c) for c in picks])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -174,26 +176,44 @@ def adaptive_max_pool(x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
 # --- resizing ---------------------------------------------------------------------------------------------
 
 
-def resize(x: Tensor, sizes: Any, aligned: bool, scales: Any, cubic: bool) -> Any:
+def resize(x: Tensor, sizes: Any, aligned: bool, scales: Any, cubic: bool, smooth: bool = False) -> Any:
     """Linear or cubic interpolation, a dim after the other: what an element reads is one lookup."""
     if not x.is_floating_point():
         return NotImplemented
-    lead, taps = x.dim() - len(sizes), 4 if cubic else 2
+    lead = x.dim() - len(sizes)
     y = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     for d, m in enumerate(sizes):
         n, place = x.shape[lead + d], torch.arange(m, dtype=y.dtype, device=x.device)
-        if aligned:
-            source = place * ((n - 1) / (m - 1) if m > 1 else 0.0)
-        else:
-            source = (place + 0.5) * (1 / scales[d] if scales[d] else n / m) - 0.5
-            source = source if cubic else source.clamp_min(0)
-        t = (source - source.floor()).unsqueeze(1)
-        weights = torch.cat([_cubic(t + 1, False), _cubic(t, True), _cubic(1 - t, True), _cubic(2 - t, False)]
-                            if cubic else [1 - t, t], 1)  # fmt: skip
-        at = source.floor().long().unsqueeze(1) + torch.arange(taps, device=x.device) - (taps // 2 - 1)
+        step = ((n - 1) / (m - 1) if m > 1 else 0.0) if aligned else 1 / scales[d] if scales[d] else n / m
+        at, weights = (_smooth if smooth else _taps)(place, n, step, aligned, cubic)
         y = lookup(y, at.clamp(0, n - 1), lead + d)
-        y = (y * weights.reshape(m, taps, *[1] * (len(sizes) - 1 - d))).sum(lead + d + 1)
+        y = (y * weights.reshape(*weights.shape, *[1] * (len(sizes) - 1 - d))).sum(lead + d + 1)
     return y.to(x.dtype)
+
+
+def _taps(place: Tensor, n: int, step: float, aligned: bool, cubic: bool) -> tuple[Tensor, Tensor]:
+    """The elements that each of the result reads, and their weights."""
+    source, taps = place * step, 4 if cubic else 2
+    if not aligned:
+        source = (place + 0.5) * step - 0.5
+        source = source if cubic else source.clamp_min(0)
+    t = (source - source.floor()).unsqueeze(1)
+    weights = _four(t) if cubic else [1 - t, t]
+    at = source.floor().long().unsqueeze(1) + torch.arange(taps, device=place.device) - (taps // 2 - 1)
+    return at, torch.cat(weights, 1)
+
+
+def _smooth(place: Tensor, n: int, step: float, aligned: bool, cubic: bool) -> tuple[Tensor, Tensor]:
+    """The same where a kernel as wide as the step averages all that it covers, as Pillow does."""
+    wide, center = max(step, 1.0), (step * (place + 0.5)).unsqueeze(1)
+    support = (2 if cubic else 1) * wide
+    begin = (center - support + 0.5).long().clamp_min(0)
+    at = begin + torch.arange(2 * math.ceil(support) + 1, device=place.device)
+    t = ((at - center + 0.5) / wide).abs()
+    weights = torch.where(t < 1, _cubic(t, True, -0.5), _cubic(t, False, -0.5)) if cubic else 1 - t
+    inside = (t < 2 if cubic else t < 1) & (at < (center + support + 0.5).long().clamp_max(n))
+    weights = torch.where(inside, weights, 0)
+    return at, weights / weights.sum(1, keepdim=True)
 
 
 def _cubic(t: Tensor, near: bool, a: float = -0.75) -> Tensor:
@@ -201,22 +221,127 @@ def _cubic(t: Tensor, near: bool, a: float = -0.75) -> Tensor:
     return ((a + 2) * t - (a + 3)) * t * t + 1 if near else ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
 
 
-RESIZES = {"upsample_linear1d": False, "upsample_bilinear2d": False, "upsample_trilinear3d": False,
-           "upsample_bicubic2d": True}  # fmt: skip
+def _four(t: Tensor) -> list[Tensor]:
+    """Weights of the four elements around a point ``t`` behind the second."""
+    return [_cubic(t + 1, False), _cubic(t, True), _cubic(1 - t, True), _cubic(2 - t, False)]
 
 
-def resize_to(cubic: bool) -> Callable[..., Any]:
-    return lambda x, sizes, aligned, *scales: resize(x, sizes, aligned, [*scales, None, None, None], cubic)
+# cubic?, smooth?
+RESIZES = {"upsample_linear1d": (False,), "upsample_bilinear2d": (False,), "upsample_trilinear3d": (False,),
+           "upsample_bicubic2d": (True,), "_upsample_bilinear2d_aa": (False, True),
+           "_upsample_bicubic2d_aa": (True, True)}  # fmt: skip
 
 
-def resize_by(cubic: bool) -> Callable[..., Any]:
+def grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, aligned: bool) -> Tensor:
+    """Elements at the points of a grid (mode 1), or weighed means of 2 or 4 in each dim around them (0, 2)."""
+    plane, count = x.shape[2:], x.dim() - 2
+
+    def inside(at: Tensor, n: int) -> Tensor:
+        """Places as the padding takes them."""
+        if padding == 2:
+            low, span = (0.0, n - 1) if aligned else (-0.5, n)
+            turns = ((at - low).abs() / max(span, 1)).floor()
+            rest = (at - low).abs() - turns * span
+            at = torch.where(turns % 2 == 0, rest, span - rest) + low
+        return at.clamp(0, n - 1) if padding else at
+
+    corners: list[list[tuple[Tensor, Any]]] = []
+    for d, n in enumerate(plane):
+        at = grid[..., count - 1 - d].unsqueeze(1)
+        at = (at + 1) * ((n - 1) / 2) if aligned else ((at + 1) * n - 1) / 2
+        at = at if mode == 2 else inside(at, n)
+        low, t = at.floor(), at - at.floor()
+        if mode == 2:
+            corners.append([(inside(low + k - 1, n), w) for k, w in enumerate(_four(t))])
+        elif mode == 1:
+            near = at.round()
+            corners.append([(near, 1 + (near - near.detach()))])  # the gradient of a place is zero, not none
+        else:
+            corners.append([(low, 1 - t), (low + 1, t)])
+    lead = [torch.arange(n, device=x.device).reshape([-1 if i == d else 1 for i in range(x.dim())])
+            for d, n in enumerate(x.shape[:2])]  # fmt: skip
+    made: Any = 0
+    for corner in itertools.product(*corners):
+        held: Any = True
+        for (at, _), n in zip(corner, plane, strict=True):
+            held = (at >= 0) & (at < n) & held
+        weight = torch.where(held, math.prod(w for _, w in corner), 0)
+        places = [torch.where(held, at, 0).long() for at, _ in corner]
+        made = made + x[tuple(lead + places)] * weight.to(x.dtype)
+    return made
+
+
+def resize_to(*kind: bool) -> Callable[..., Any]:
+    return lambda x, sizes, aligned, *scales: resize(x, sizes, aligned, [*scales, None, None, None], *kind)
+
+
+def resize_by(*kind: bool) -> Callable[..., Any]:
     def decomposed(x: Tensor, sizes: Any, aligned: bool, factors: Any) -> Any:
         count = x.dim() - 2
         if sizes is None:
             sizes = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
-        return resize(x, sizes, aligned, factors or [None] * count, cubic)
+        return resize(x, sizes, aligned, factors or [None] * count, *kind)
 
     return decomposed
+
+
+def max_unpool(x: Tensor, index: Tensor, sizes: Any, *_: Any) -> Tensor:
+    """Each element at its place in its plane, zeros elsewhere; of several at one place the greatest."""
+    lead, total = x.shape[: x.dim() - len(sizes)], math.prod(sizes)
+    if x.numel() == 0:
+        return x.new_zeros((*lead, *sizes))
+    x, index = (v.reshape(*lead, -1) for v in (x, index))
+    low = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    top = x.new_full((*lead, total), low).scatter_reduce(-1, index, x, "amax")
+    taken = torch.zeros((*lead, total), dtype=torch.int32, device=x.device)
+    taken = taken.scatter_reduce(-1, index, torch.ones_like(index, dtype=torch.int32), "amax")
+    return torch.where(taken > 0, top, 0).reshape(*lead, *sizes)
+
+
+# --- histograms -----------------------------------------------------------------------------------------------
+
+
+def _edges(x: Tensor, bins: int, ends: Any) -> Tensor:
+    """The ends of ``bins`` equal bins from the least of a vector to its greatest, or between the ends given."""
+    low, high = (x.new_full((), e) for e in ends) if ends else (x.min(), x.max()) if x.numel() else (0 * x.sum(), 1)
+    alone = (low == high) * torch.full_like(low, 0.5)
+    low, high = low - alone, high + alone
+    place, step = torch.arange(bins + 1, device=x.device), (high - low) / bins
+    return torch.where(place < (bins + 1) // 2, low + step * place, high - step * (bins - place))
+
+
+def bin_edges(x: Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> list[Tensor]:
+    ends = [None] * len(bins) if range is None else [range[i : i + 2] for i in builtins.range(0, len(range), 2)]
+    rows = x.reshape(-1, len(bins))
+    return [_edges(rows[:, d], n, ends[d]) for d, n in enumerate(bins)]
+
+
+def binned(x: Tensor, edges: Any, *, weight: Tensor | None = None, density: bool = False) -> Tensor:
+    """How many rows (or what weight of them) are in each bin; the last bin holds its upper end too."""
+    rows = x.reshape(-1, len(edges))
+    flat, inside = rows.new_zeros(rows.shape[:1], dtype=torch.int64), True
+    for d, e in enumerate(edges):
+        column, n = rows[:, d].contiguous(), e.shape[0] - 1
+        at = torch.searchsorted(e.contiguous(), column, right=True) - 1
+        at = torch.where(column == e[-1], n - 1, at)
+        inside, flat = inside & (at >= 0) & (at < n), flat * n + at.clamp(0, n - 1)
+    each = torch.ones_like(rows[:, 0]) if weight is None else weight.reshape(-1)
+    sizes = [e.shape[0] - 1 for e in edges]
+    made = rows.new_zeros(math.prod(sizes)).index_add(0, flat, torch.where(inside, each, 0)).reshape(sizes)
+    if density:
+        made = made / made.sum()
+        for d, e in enumerate(edges):
+            made = made / e.diff().reshape([-1 if i == d else 1 for i in range(len(sizes))])
+    return made
+
+
+def bins_of(x: Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Tensor:
+    return binned(x, bin_edges(x, bins, range=range), weight=weight, density=density)
+
+
+def histogram_of(x: Tensor, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    edges = bins if isinstance(bins, Tensor) else _edges(x.reshape(-1), bins, range)
+    return binned(x, [edges], weight=weight, density=density), edges.clone()
 
 
 # --- losses -------------------------------------------------------------------------------------------------
@@ -366,14 +491,31 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
     return a * torch.sigmoid(b)
 
 
+# Those of which the gradient is that of the decomposition, where torch has a kernel of its own for it.
+EARLY = (
+    aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, aten._upsample_bilinear2d_aa.default,
+    aten._upsample_bicubic2d_aa.default,
+)  # fmt: skip
+
+
 @functools.cache
 def table() -> dict[Any, Callable[..., Any]]:
     """By overload; they go before Inductor's, which serve where one of them returns NotImplemented."""
     named = [(getattr(aten, f"{name}_pad{n}d"), mode) for name, mode in PADS.items() for n in (1, 2, 3)]
     back = [(getattr(aten, f"{name}_pad{n}d_backward"), mode) for name, mode in PADS.items() for n in (1, 2, 3)]
     return {
-        **{getattr(aten, name).default: resize_to(cubic) for name, cubic in RESIZES.items()},
-        **{getattr(aten, name).vec: resize_by(cubic) for name, cubic in RESIZES.items()},
+        **{getattr(aten, name).default: resize_to(*kind) for name, kind in RESIZES.items()},
+        **{getattr(aten, name).vec: resize_by(*kind) for name, kind in RESIZES.items()},
+        aten.grid_sampler_2d.default: grid_sample,
+        aten.grid_sampler_3d.default: grid_sample,
+        aten.addbmm.default: with_addend(lambda a, b: torch.tensordot(a, b, ([0, 2], [0, 1]))),
+        aten.max_unpool2d.default: max_unpool,
+        aten.max_unpool3d.default: max_unpool,
+        aten._histogramdd_bin_edges.default: bin_edges,
+        aten._histogramdd_from_bin_cts.default: bins_of,
+        aten._histogramdd_from_bin_tensors.default: binned,
+        aten.histogram.bin_ct: histogram_of,
+        aten.histogram.bins_tensor: histogram_of,
         aten.segment_reduce.default: segment_reduce,
         aten._segment_reduce_backward.default: segment_reduce_backward,
         aten.as_strided.default: as_strided,

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy import functions as torch_functions
 
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
-from .decompositions import table
+from .decompositions import EARLY, table
 from .dims import Dims, Guard
 from .family import fake_at
 from .ir import Captured, Input, Output, project_path, source_line
@@ -62,6 +62,16 @@ def _first(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Calla
         return theirs(*args, **kwargs) if made is NotImplemented and theirs is not None else made
 
     return decomposed
+
+
+def _below(op: Any) -> Callable[..., Any]:
+    """The op without a gradient."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return call
 
 
 @dataclass
@@ -250,12 +260,12 @@ def _compiling() -> Iterator[None]:
 def _own_kernels() -> Iterator[None]:
     """Our decompositions in place of torch's own kernels, Python's for autograd and composite ones, that go first."""
     autograd, composite = torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd
-    replaced = [(op, autograd) for op in table() if autograd in op.py_kernels]
+    replaced = [(op, autograd) for op in table() if autograd in op.py_kernels or op in EARLY]
     replaced += [(op, composite) for op in table() if op.has_kernel_for_dispatch_key(composite)]
     saved = [op.py_kernels.get(key) for op, key in replaced]
     try:
         for op, key in replaced:
-            op.py_kernels[key] = _first(table()[op], op.py_kernels.get(key))
+            op.py_kernels[key] = _first(table()[op], op.py_kernels.get(key) or _below(op))
             op._dispatch_cache.clear()
         yield
     finally:

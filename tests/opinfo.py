@@ -38,6 +38,7 @@ from spmd_compiler.capture import capture_function
 from spmd_compiler.cost import PROFILES, Profile
 from spmd_compiler.ir import Captured, Partitioned
 from spmd_compiler.joint import check_dense
+from spmd_compiler.ops import linalg
 from spmd_compiler.placements import Mesh, Spec, SpmdError
 from spmd_compiler.verify import simulate_outputs
 
@@ -46,26 +47,18 @@ EVEN = {"XS": 4, "S": 4, "M": 8, "L": 12}  # in place of torch's 3, 5, 10 and 20
 OPTIONS = passes.Options(profile="bytes")
 
 
-@dataclasses.dataclass(frozen=True)
 class Sparing(Profile):
-    """Wire bytes, where a gather of ``most`` bytes and more is out of the question if there is another plan."""
-
-    most: int = 0
-    __hash__ = Profile.__hash__
+    """Wire bytes, where those of a gather count a thousandfold: the plan gathers little if there is such a plan."""
 
     def collective(self, mesh: Mesh, kind: str, axes: tuple[str, ...], result_bytes: float) -> float:
-        price = super().collective(mesh, kind, axes, result_bytes)
-        return price * 1e5 if kind == "all_gather" and result_bytes >= self.most else price
+        return super().collective(mesh, kind, axes, result_bytes) * (1000 if kind == "all_gather" else 1)
 
 
-def sparing(tensors: Sequence[torch.Tensor], specs: Sequence[Spec]) -> passes.Options:
-    """Options under which a plan gathers as much as a sharded input only for want of another."""
-    most = min(t.numel() for t, s in zip(tensors, specs, strict=True) if s.sharding)
-    given = {**vars(PROFILES["bytes"]), "name": f"sparing {most}", "repeats_work": True}
-    return passes.Options(profile=Sparing(**given, most=most))
-
-
+SPARING = passes.Options(
+    profile=Sparing(**{**vars(PROFILES["bytes"]), "name": "sparing", "repeats_work": True})
+)
 LARGEST = 20_000  # elements of a sample's inputs
+EXACT = 10_000  # columns up to which the plan that spares gathers is the best
 LONG = 200  # nodes; a longer program is tried under its first two placements alone
 OWN_SIZES = ("_segment_reduce",)
 UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -90,6 +83,7 @@ class Row:
     sharded: int = 0  # combinations with a sharded input
     kept: int = 0  # of these, those whose forward gathers no whole sharded input
     spared: int = 0  # those whose forward need not, but does because that sends less of these small inputs
+    formless: int = 0  # those that gather because no form does without
     fell: int = 0  # combinations in which some op had no rule
     backward: int = 0
     forward_wire: float = 0.0
@@ -98,6 +92,7 @@ class Row:
     refused: list[str] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
     gathers: list[str] = dataclasses.field(default_factory=list)
+    reasons: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -281,6 +276,27 @@ def gathered(local: Partitioned) -> str | None:
     return None
 
 
+PAIRS = ("outer", "addr", "kron", "isin", "nn.functional.bilinear")
+LOOKUPS = ("index", "gather", "embedding", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "index_put")
+
+
+def no_form(entry: Entry, specs: Sequence[Spec], why: str) -> str | None:
+    """Why no form of an op does without the gather that a plan names; None if one might."""
+    ops = {n.target._schema.name.split("::")[1] for n in entry.forward.graph.graph.nodes if hasattr(n.target, "_schema")}
+    if ops & {*linalg.MATRICES, *linalg.SOLVES}:
+        return "factorisation: every element of a matrix decides on all of the result"
+    if why.endswith("}") and "an output wants" in why:
+        return "placed whole: the new value of an input that the user keeps whole"
+    shared = Counter(a for s in specs for axes in s.sharding.values() for a in axes)
+    if max(shared.values(), default=0) < 2:
+        return None
+    if entry.name in PAIRS:
+        return "pairs: an axis cuts two operands of which every element of one meets every one of the other"
+    if ops & set(LOOKUPS):
+        return "lookup: an axis cuts both the places and what they point into, anywhere"
+    return None
+
+
 def compare(what: str, want: torch.Tensor, got: torch.Tensor) -> None:
     if want.shape != got.shape or want.dtype != got.dtype:
         raise Wrong(f"{what} is {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
@@ -399,9 +415,13 @@ def sweep(name: str, seed: int = 0, samples: int | None = None, combinations: in
                         why = gathered(local)
                         row.kept += why is None
                         if why is not None:
-                            why = gathered(entry.check(mesh, specs, whole=False, options=sparing(sample.tensors, specs)))
+                            with mock.patch.object(linear, "BRANCHED", EXACT):
+                                why = gathered(entry.check(mesh, specs, whole=False, options=SPARING))
                             row.spared += why is None
-                        if why is not None:
+                        if why is not None and (reason := no_form(entry, specs, why)):
+                            row.formless += 1
+                            row.reasons.append(reason)
+                        elif why is not None:
                             row.gathers.append(why)
                     lacking = bool(local.replicated_ops)
                     if entry.differentiable:
@@ -415,7 +435,7 @@ def sweep(name: str, seed: int = 0, samples: int | None = None, combinations: in
                     text = " ".join(str(error).split())
                     row.errors.append(f"{describe(sample, mesh, specs)}: {type(error).__name__}: {text}"[:600])
     row.fallback = sorted(fell)
-    row.refused, row.gathers = sorted(set(row.refused)), sorted(set(row.gathers))
+    row.refused, row.gathers, row.reasons = (sorted(set(x)) for x in (row.refused, row.gathers, row.reasons))
     row.seconds = time.process_time() - began
     return row
 
@@ -448,6 +468,8 @@ def merged(rows: Sequence[Row]) -> list[Row]:
 def report(rows: Sequence[Row], command: str) -> str:
     total = {f.name: sum(getattr(r, f.name) for r in rows) for f in dataclasses.fields(Row)
              if f.type in ("int", "float")}  # fmt: skip
+    formed = total["sharded"] - total["formless"]
+    share = 100 * (total["kept"] + total["spared"]) / max(formed, 1)
     full = sum(not r.errors and not r.refused for r in rows)
     lines = [
         "# Conformance over torch's operator database", "",
@@ -462,7 +484,9 @@ def report(rows: Sequence[Row], command: str) -> str:
         f"| with a sharded input | {total['sharded']:,} |",
         f"| of these, whose plan gathers no whole sharded input | {total['kept']:,} |",
         f"| that need not gather one: an equal plan without is there, dearer at these sizes | {total['spared']:,} |",
-        f"| that gather one for want of another form | {total['sharded'] - total['kept'] - total['spared']:,} |",
+        f"| for which no form does without: the last column says why | {total['formless']:,} |",
+        f"| that gather one for want of another form | {formed - total['kept'] - total['spared']:,} |",
+        f"| gathering nothing, of those for which some form might | {share:.1f}% |",
         f"| in which some op has no rule and is replicated | {total['fell']:,} |",
         f"| wrong values | {sum('Wrong' in e for r in rows for e in r.errors)} |",
         f"| other errors | {sum('Wrong' not in e for r in rows for e in r.errors)} |",
@@ -472,13 +496,16 @@ def report(rows: Sequence[Row], command: str) -> str:
         "*Kept* counts combinations whose forward gathers no whole sharded input, *spared* those in which it is merely "
         "cheaper to gather one this small (the plan without was run and compared too); wire bytes are of all "
         "combinations, forward and backward.", "",
-        "| op | samples | tried | equal | sharded | kept | spared | fell back | wire bytes | without a rule |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| op | samples | tried | equal | sharded | kept | spared | no form | fell back | wire bytes | without a rule | why |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:
-        lines.append(f"| {r.op} | {r.samples} | {r.tried} | {r.equal} | {r.sharded} | {r.kept} | {r.spared} | {r.fell} "
-                     f"| {r.wire:,.0f} | {', '.join(r.fallback)} |")  # fmt: skip
-    for title, kind in (("Gathered", "gathers"), ("Refused", "refused"), ("Errors", "errors")):
+        lines.append(f"| {r.op} | {r.samples} | {r.tried} | {r.equal} | {r.sharded} | {r.kept} | {r.spared} | {r.formless} "
+                     f"| {r.fell} | {r.wire:,.0f} | {', '.join(r.fallback)} "
+                     f"| {', '.join(t.partition(':')[0] for t in r.reasons)} |")  # fmt: skip
+    lines += ["", "## Why no form does without a gather", "",
+              *(f"* {t}" for t in sorted({t for r in rows for t in r.reasons}))]  # fmt: skip
+    for title, kind in (("Gathered for want of a form", "gathers"), ("Refused", "refused"), ("Errors", "errors")):
         listed = [(r.op, e) for r in rows for e in getattr(r, kind)]
         if listed:
             lines += ["", f"## {title}", ""]
@@ -508,7 +535,8 @@ def main() -> None:
                 with args.json.open("a") as file:
                     file.write(json.dumps(dataclasses.asdict(row)) + "\n")
             bad = f"  {row.errors[0][:300]}" if row.errors else ""
-            print(f"{row.op:<48} {row.equal:>4}/{row.tried:<4} kept {row.kept:>3}+{row.spared:<3}/{row.sharded:<4} "
+            kept = f"{row.kept:>3}+{row.spared}+{row.formless}"
+            print(f"{row.op:<48} {row.equal:>4}/{row.tried:<4} kept {kept:<9}/{row.sharded:<4} "
                   f"{row.seconds:5.1f} s {','.join(row.fallback)}{bad}", flush=True)  # fmt: skip
     command = "python -m tests.opinfo" + "".join(f" {a}" for a in sys.argv[1:] if not a.startswith("/"))
     text = report(merged(rows), command)

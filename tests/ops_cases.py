@@ -14,7 +14,8 @@ import spmd_compiler.ops  # noqa: F401  (defines torch.ops.spmd.draw)
 from spmd_compiler.placements import Mesh
 
 aten, prims = torch.ops.aten, torch.ops.prims
-ONE, CUBE = Mesh({"a": 4}), Mesh({"a": 2, "b": 2, "c": 2})
+MESHES = (Mesh({"a": 4}), Mesh({"a": 2, "b": 2}))
+ONE, CUBE = MESHES[0], Mesh({"a": 2, "b": 2, "c": 2})
 
 
 @dataclass(frozen=True)
@@ -451,25 +452,50 @@ case(aten.triu.default, lambda s: [s.f(5, 8)], shards="m n", exact=True)
 
 # --- orders -------------------------------------------------------------------------------------------------
 
-case(aten.sort.default, lambda s: [s.f(8, 5), 1], shards="d0")
-case(aten.sort.stable, lambda s: [s.i(8, 5)], lambda s: {"stable": True, "dim": 0}, shards="d1")
-case(aten.argsort.default, lambda s: [s.f(8, 5)], shards="d0")
+WIDE = (*MESHES, Mesh({"a": 8}), Mesh({"a": 3, "b": 2}))
+
+
+def gaps(x):
+    """Some of it no number, some infinite, some equal."""
+    flat = x.reshape(-1)
+    flat[::5], flat[3::7], flat[1::4] = math.nan, math.inf, 1.0
+    return x
+
+
+case(aten.sort.default, lambda s: [s.f(8, 5), 1], shards="d0 s")
+case(aten.sort.default, lambda s: [s.f(19)], shards="s", meshes=WIDE)
+STABLE = {"stable": True}
+case(aten.sort.stable, lambda s: [gaps(s.f(24))], lambda s: STABLE | {"descending": True}, shards="s", meshes=WIDE)
+case(aten.sort.stable, lambda s: [gaps(s.f(3, 13))], lambda s: STABLE, shards="d0 s", meshes=(*MESHES, CUBE))
+case(aten.sort.stable, lambda s: [s.i(8, 5)], lambda s: STABLE | {"dim": 0}, shards="d1 s")
+case(aten.sort.stable, lambda s: [s.i(21, high=4)], lambda s: STABLE, shards="s", meshes=WIDE)
+case(aten.sort.default, lambda s: [s.b(9)], shards="s")
 case(aten.topk.default, lambda s: [s.f(8, 5), 2], shards="d0 s")
 case(aten.topk.default, lambda s: [s.f(3, 16), 6, -1, False], shards="d0 s")
 case(aten.topk.default, lambda s: [s.f(9), 5], shards="s")
 case(aten.topk.default, lambda s: [torch.full((9,), -math.inf), 9], shards="s", skip=(1,))
 case(aten.topk.default, lambda s: [s.i(3, high=900), 3, 0], shards="s")
 case(aten.topk.default, lambda s: [s.f(7, 4), 2, 0], shards="s d1", meshes=(CUBE,))
-case(aten.kthvalue.default, lambda s: [s.f(8, 5), 2, 1, True], shards="d0")
-case(aten.median.dim, lambda s: [s.f(8, 5), 1], shards="d0")
+case(aten.kthvalue.default, lambda s: [s.f(8, 5), 2, 1, True], shards="d0 r1")
+case(aten.kthvalue.default, lambda s: [s.f(17), 11], shards="r0")
+case(aten.median.dim, lambda s: [s.f(8, 5), 1], shards="d0 r1")
+case(aten.median.dim, lambda s: [gaps(s.f(4, 9)), 1], shards="d0 r1")
+case(aten.nanmedian.dim, lambda s: [gaps(s.f(9, 3)), 0, True], shards="r0 d1", skip=(1,))
+case(aten.median.default, lambda s: [s.f(5, 7)], shards="r0 r1")
+case(aten.median.default, lambda s: [gaps(s.f(8, 3))], shards="r0 r1")
+case(aten.median.default, lambda s: [s.i(8, 3)], shards="r0 r1")
+case(aten.nanmedian.default, lambda s: [gaps(s.f(5, 6))], shards="r0 r1", meshes=(*MESHES, CUBE))
 case(aten.searchsorted.Tensor, lambda s: [torch.arange(5.0), s.f(8, 3, dtype=float32)], shards="d0 d1 v")
 case(aten.bucketize.Tensor, lambda s: [s.f(8, 3, dtype=float32), torch.arange(5.0)], shards="d0 d1 v")
 case(aten.histc.default, lambda s: [s.f(8, 3), 4, -1, 1], shards="r0 r1")
+case(aten.histc.default, lambda s: [s.f(8, 5), 4], shards="r0 r1")
+case(aten.histc.default, lambda s: [torch.ones(6), 3], shards="r0")
+case(aten.searchsorted.Tensor, lambda s: [s.f(3, 9).sort(1).values, s.f(3, 5)], shards="d0 v k")
+case(aten.searchsorted.Tensor, lambda s: [s.f(3, 9), s.f(3, 5)], lambda s: {"sorter": s.f(3, 9).argsort(1)}, shards="d0 k")
 
 # --- no rule ------------------------------------------------------------------------------------------------
 
 case(aten.masked_scatter.default, lambda s: [s.f(8, 6), s.b(8, 6), s.f(48)], to=NO_RULE)
-case(aten.histc.default, lambda s: [s.f(8, 3), 4], to=NO_RULE)
 case(aten.as_strided.default, lambda s: [s.f(8, 6), [4, 2], [6, 2]], to=NO_RULE)
 
 # --- draws --------------------------------------------------------------------------------------------------
@@ -731,7 +757,4 @@ for n in (2, 3):
     case(look, lambda s, x=x, g=grid: [x(s), g(s), 0, 0, False], shards="n c p0")
     case(back, lambda s, x=x, g=grid, n=n: [s.f(5, 4, 4, *[2] * (n - 1)), x(s), g(s), 0, 0, False, [True, True]],
          shards="n c p0")  # fmt: skip
-case(aten._upsample_bilinear2d_aa.default, lambda s: [s.f(4, 4, 6, 5), [3, 8], False], shards="d0 d1")
-case(aten._upsample_bilinear2d_aa_backward.default, lambda s: [s.f(4, 4, 3, 8), [3, 8], [4, 4, 6, 5], False],
-     shards="d0 d1")  # fmt: skip
 case(aten.fractional_max_pool2d.default, lambda s: [s.f(4, 8, 6, 6), [2, 2], [3, 3], s.p(4, 8, 2)], shards="d0 d1")

@@ -96,3 +96,84 @@ def test_adaptive_max_pool(dtype, shape, size):
     assert ours.adaptive_max_pool(x, size)[1].equal(pool(x, size, return_indices=True)[1])
     x[0, 0, 2:4] = torch.nan
     torch.testing.assert_close(ours.adaptive_max_pool(x, size)[0], pool(x, size), equal_nan=True)
+
+
+def both_ways(function, args, mesh, placements):
+    """A program with its gradients in the simulator, against the function itself."""
+
+    def loss(*args):
+        out = function(*args)
+        return (out * torch.arange(out.numel(), dtype=out.dtype).cos().reshape(out.shape)).sum(), out
+
+    given = [a.detach().requires_grad_(a.is_floating_point()) for a in args]
+    program = export(loss, tuple(given), mesh=mesh, backward=True, placements=placements)
+    (_, got), grads = program.simulate(*given)
+    want_loss, want = loss(*given)
+    torch.testing.assert_close(got, want)
+    wanted = [a for a in given if a.requires_grad]
+    torch.testing.assert_close(list(grads.values()), list(torch.autograd.grad(want_loss, wanted)))
+    return program
+
+
+@pytest.mark.parametrize("size", [(5, 3), (6, 20)], ids=str)
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_smooth_resizing(mode, size):
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 12, 8, dtype=torch.float64)
+    both_ways(
+        lambda x: F.interpolate(x, size, mode=mode, antialias=True), (x,), {"dp": 2}, {"args.0": "{dp: S(2)}"}
+    )  # fmt: skip
+
+
+def test_smooth_resizing_fetches_halos():
+    x = torch.randn(1, 1, 64, 64)
+    program = export(
+        lambda x: F.interpolate(x, (32, 16), mode="bilinear", antialias=True), (x,), mesh={"dp": 4}, profile="bytes",
+        placements={"x": "{dp: S(2)}", "out": "{dp: S(2)}"},
+    )  # fmt: skip
+    assert {c.kind for c in program.collectives} == {"permute"}
+    assert program.wire_bytes <= 4 * 64 * 4
+
+
+@pytest.mark.parametrize("mode, count, padding, aligned", [
+    ("bilinear", 3, "zeros", False), ("bilinear", 3, "reflection", True), ("nearest", 3, "border", False),
+    ("bilinear", 2, "border", True), ("nearest", 2, "reflection", False), ("bicubic", 2, "reflection", False),
+])  # fmt: skip
+def test_grid_sampling(mode, count, padding, aligned):
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 4, 5, 3, dtype=torch.float64) if count == 3 else torch.randn(2, 2, 4, 5, dtype=torch.float64)
+    grid = torch.rand(2, *[3] * count, count, dtype=torch.float64) * 3 - 1.5
+    both_ways(
+        lambda x, grid: F.grid_sample(x, grid, mode, padding, aligned), (x, grid), {"dp": 2},
+        {"args.0": "{dp: S(2)}", "args.1": "{dp: S(1)}"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_unpooling(dim):
+    torch.manual_seed(0)
+    pooled, index = F.max_pool2d(torch.randn(2, 4, 8, 8), 2, return_indices=True)
+    program = both_ways(
+        lambda x, index: F.max_unpool2d(x, index, 2), (pooled, index), {"dp": 2},
+        {"args.0": {"dp": f"S({dim})"}, "args.1": {"dp": f"S({dim})"}},
+    )  # fmt: skip
+    assert not program.replicated_ops
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_histograms(dim, weighted):
+    torch.manual_seed(0)
+    x, w = torch.randn(9, 2), torch.rand(9)
+    x[0], x[1] = torch.tensor([0.5, -0.25]), torch.tensor([2.0, 9.0])
+
+    def histograms(x, w):
+        w = w if weighted else None
+        whole, edges = torch.histogram(x.reshape(-1), 5, weight=None, density=True)
+        some, _ = torch.histogram(x[:, 0].contiguous(), 4, range=(-1.0, 0.5), weight=w)
+        given, _ = torch.histogram(x[:, 1].contiguous(), torch.tensor([-1.0, -0.25, 0.5, 9.0]), weight=w)
+        return whole, edges, some, given, *torch.histogramdd(x, [2, 3], weight=w, density=weighted)
+
+    program = export(histograms, (x, w), mesh={"dp": 3}, placements={"x": {"dp": f"S({dim})"}})
+    torch.testing.assert_close(program.simulate(x, w), histograms(x, w))
+    assert not program.replicated_ops

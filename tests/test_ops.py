@@ -11,17 +11,15 @@ import zlib
 
 import pytest
 import torch
-from ops_cases import CASES, NO_RULE
+from ops_cases import CASES, MESHES, NO_RULE
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
 from spmd_compiler import ops, simulate  # noqa: F401  (importing ops registers the rules)
 from spmd_compiler.ir import operands, results
-from spmd_compiler.placements import Mesh
 from spmd_compiler.rules import choices, emit_choice, rule_of
 
-MESHES = (Mesh({"a": 4}), Mesh({"a": 2, "b": 2}))
 MOST = 96  # choices tried on one mesh; beyond that, every k-th
 
 

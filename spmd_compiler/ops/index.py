@@ -339,7 +339,7 @@ def _(node: Node) -> Rule | None:
 
 @define(aten._unsafe_masked_index.default)
 def _(node: Node) -> Rule | None:
-    """``where(mask, x[indices], fill)``: masked-out elements count on the first device of a sharded row."""
+    """``where(mask, x[indices], fill)``: the first device of sharded rows contributes what is masked out."""
     a = Advanced(node.args[0], _indices(node, 2))
     if not a.plain:
         return None
@@ -351,11 +351,15 @@ def _(node: Node) -> Rule | None:
         for i in a.sharded(e):
             x = padded(e, x, i, f"v{i}", 0)
         indices, inside = a.localise(e, indices, wrap=False)
-        return e.call(aten._unsafe_masked_index.default, x, both(e, mask, inside), indices, fill)
+        rows = [f"v{i}" for i in a.sharded(e)]
+        made = e.call(aten._unsafe_masked_index.default, x, both(e, mask, inside), indices, 0 if rows else fill)
+        if not rows or fill == 0:
+            return made
+        return e.call(aten.where.self, mask, made, first(e, constant(e, fill, made), *rows))
 
     return fit(
         node, [a.table, mask_dims, *map(a.dims_of, a.indices)], [a.result], [[0]] if fill == 0 else [],
-        windows=a.windows(), form=form, whole=frozenset() if _number(node) and fill == 0 else a.row_factors,
+        windows=a.windows(), form=form, whole=frozenset() if _number(node) else a.row_factors,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +26,9 @@ rule(aten.outer.default, "m, n -> m n", linear=[[0], [1]], flops="m n")
 
 
 def _added(e: Emit, bias: Node, *args: Node, **kwargs: object) -> Node:
-    """With the contraction sharded the bias counts on the first device of ``k`` alone."""
-    return e.call(e.node.target, first(e, bias, "k"), *args, **kwargs)
+    """With dims sharded that are summed over the bias counts on the first of their devices alone."""
+    gone = [f for f in e.sizes if f not in "".join(PRODUCTS[e.node.target][2])]
+    return e.call(e.node.target, first(e, bias, *gone), *args, **kwargs)
 
 
 PRODUCTS = {
@@ -45,12 +47,7 @@ def _(node: Node) -> Rule | None:
     found = fit(node, [bias, left, right], [out], [[0, 1], [0, 2]], form=_added)
     if found is None:
         return None
-    count = 2.0
-    for n in found.sizes.values():
-        count *= n
-    reduced = "b" if node.target is aten.addbmm.default else None
-    whole = frozenset({reduced}) if reduced else frozenset()
-    return fit(node, [bias, left, right], [out], [[0, 1], [0, 2]], form=_added, flops=count, whole=whole)
+    return dataclasses.replace(found, flops=2.0 * math.prod(found.sizes.values()))
 
 
 @define(aten.linear.default)

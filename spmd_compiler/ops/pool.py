@@ -345,11 +345,10 @@ def _(node: Node) -> Rule | None:
 
 
 LINEAR = """
-    avg_pool1d upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
-    upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward adaptive_avg_pool1d
-    upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward _upsample_bilinear2d_aa
-    _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
-    fractional_max_pool2d_backward fractional_max_pool3d_backward
+    avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d
+    upsample_bicubic2d upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
+    upsample_bilinear2d_backward upsample_bicubic2d_backward fractional_max_pool2d_backward
+    fractional_max_pool3d_backward
 """
 OTHERS = "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"
 

@@ -77,7 +77,7 @@ def _(node: Node) -> Rule | None:
     return reshape(node)
 
 
-@define(aten.as_strided.default)
+@define(aten.as_strided.default, aten.resize.default)
 def _(node: Node) -> Rule | None:
     """Only where it is a reshape of a contiguous tensor."""
     x, out = node.args[0].meta["val"], node.meta["val"]
