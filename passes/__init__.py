@@ -21,7 +21,8 @@ from . import annotate, pad, partition, propagate, simplify, unmerge
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile.  ``profile`` prices the plan; ``verify`` re-derives and simulates the result.
+    """How to compile.  ``profile`` prices the plan (with ``overlap``, what may hide behind computation does);
+    ``verify`` re-derives and simulates the result.
 
     ``memory`` bounds what a device holds.
     """
@@ -30,6 +31,10 @@ class Options:
     verify: bool = False
     lower: str = "inductor"  # or "eager"
     memory: Memory | None = None
+    overlap: bool = False
+
+    def prices(self) -> Profile:
+        return profile_of(self.profile, self.overlap)
 
 
 def run(captured: Captured, options: Options = Options()) -> Partitioned:
@@ -37,7 +42,7 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
-    local = plan(prepared(captured), profile_of(options.profile), options.memory)
+    local = plan(prepared(captured), options.prices(), options.memory)
     if options.verify:
         from ..verify import verify
 
@@ -74,7 +79,7 @@ def run_family(captured: Captured, dims: Dims, options: Options = Options()) -> 
 
     Returns the example's local graph, and the family.
     """
-    profile = profile_of(options.profile)
+    profile = options.prices()
     annotated = prepared(member(captured, dims.hints))
     chosen = _plan(annotated, profile, options.memory)
     local = _written(annotated, chosen, profile)

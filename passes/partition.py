@@ -78,7 +78,7 @@ class _Partitioner:
         solution = self.plan.solution
         return Partitioned(
             gm, inputs, outputs, self.captured.num_forward_outputs, self.mesh, self.captured,
-            price=solution.compute + self._price(), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
+            price=self._price(solution.compute), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
             profile=self.profile,
         )  # fmt: skip
 
@@ -145,6 +145,7 @@ class _Partitioner:
             new.meta["why"] = f"{self.values[key[0], key[1]][0].name} is {move.source}, {wants} wants {wanted}"
             new.meta["value"] = (key[0].name, key[1])
             new.meta["move"] = move
+            new.meta["hides"] = key[0] in self.plan.hidden
             copies[wanted] = new
         return copies[wanted]
 
@@ -160,6 +161,12 @@ class _Partitioner:
         out.meta = dict(node.meta)
         copy_meta(out, node)
 
-    def _price(self) -> float:
-        """Seconds of the moves that were emitted (those inside local forms are counted with their choice)."""
-        return self.profile.collectives(self.mesh, (n for n in self.graph.nodes if "move" in n.meta))
+    def _price(self, compute: float) -> float:
+        """Seconds of the step: computation, and the moves that were emitted (those inside local forms are counted with
+        their choice).  What of them may hide runs beside computation (`hidden`)."""
+        moves = [n for n in self.graph.nodes if "move" in n.meta]
+        seconds = self.profile.collectives(self.mesh, moves)
+        hiding = [n for n in moves if n.meta["hides"]]
+        start = self.profile.collectives(self.mesh, hiding, starts=True)
+        hidden = self.profile.collectives(self.mesh, hiding) - start
+        return seconds - hidden + max(compute, hidden)

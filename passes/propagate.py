@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..blend import Around, blended, cheapest_at, counted, fitting
 from ..cost import Profile
 from ..family import Decisions
+from ..hidden import cheapest, may_hide, priced, step_of, weighted
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..memory import Found, Memory, cheapest_within, lifetimes
 from ..placements import Mesh, Spec, SpmdError
@@ -35,7 +36,8 @@ _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd:
 class Plan:
     """What `run` decided: for each node its rule and choice, for each value and phase the moves of its copies.
 
-    ``kept`` has the parameters of which the backward takes the forward's copy, with the spec of that.
+    ``kept`` has the parameters of which the backward takes the forward's copy, with the spec of that; ``hidden`` the
+    values whose collectives run beside computation, where the profile says that they do.
     """
 
     rules: dict[Node, Rule]
@@ -45,6 +47,7 @@ class Plan:
     solution: Solution
     replicated_ops: tuple[str, ...]
     kept: dict[Node, Spec]
+    hidden: frozenset[Node] = frozenset()
 
 
 def run(
@@ -57,8 +60,20 @@ def run(
     memory peaks.
     """
     builder = _Builder(captured, mesh, profile, memory)
-    free = builder.plan(solve(builder.problem))
-    return free if memory is None or holds is None else _within(builder, free, memory.budget, holds)
+    budget = memory.budget if memory is not None and holds is not None else None
+    if not profile.overlap:
+        free = builder.plan(solve(builder.problem))
+        return free if budget is None else _within(builder, free, budget, holds)  # type: ignore[arg-type]
+    problem = builder.problem
+    hidden = [i for i, ((n, *_), hub) in enumerate(builder.hubs.items()) if n in builder.hidden and not hub.tied]
+    solution, share = cheapest(problem, hidden)
+    plan = builder.plan(solution)
+    if budget is not None and sum(holds(plan)[0].values()) > budget:  # type: ignore[misc]
+        builder.problem = weighted(problem, hidden, share)
+        plan = _within(builder, builder.plan(solve(builder.problem)), budget, holds)  # type: ignore[arg-type]
+        step = step_of(problem, hidden, plan.solution)
+        plan = dataclasses.replace(plan, solution=priced(plan.solution, step, plan.solution.bound))
+    return plan
 
 
 def _within(
@@ -160,7 +175,7 @@ def decide(captured: Captured, decisions: Decisions, mesh: Mesh, profile: Profil
         rules, {nodes[n]: c for n, c in decisions.choices.items()},
         {(nodes[n], r, phase): dict(tree) for (n, r, phase), tree in decisions.trees.items()},
         list(decisions.outputs), Solution([], [], compute, compute, 0.0, 0), decisions.replicated_ops,
-        {nodes[n]: spec for n, spec in decisions.kept.items()},
+        {nodes[n]: spec for n, spec in decisions.kept.items()}, builder.hidden,
     )  # fmt: skip
 
 
@@ -185,6 +200,7 @@ class _Builder:
         self.uneven = self._uneven()
         self.problem.uneven = self.uneven
         self.keeps: dict[Node, int] = {}
+        self.hidden = may_hide(self.graph, captured.inputs, captured.outputs) if profile.overlap else frozenset()
         self.sinks = self._build() if build else []
 
     def _build(self) -> list[int | None]:
@@ -209,7 +225,8 @@ class _Builder:
         trees = dict(zip(self.hubs, solution.trees, strict=True))
         outputs = [None if i is None else made[i].operands[0] for i in self.sinks]
         kept = {n: spec for n, i in self.keeps.items() if (spec := made[i].operands[1]) != picked[n].results[0]}
-        return Plan(self.rules, picked, trees, outputs, solution, tuple(dict.fromkeys(self.fallback)), kept)
+        fallback = tuple(dict.fromkeys(self.fallback))
+        return Plan(self.rules, picked, trees, outputs, solution, fallback, kept, self.hidden)
 
     # --- variables ---------------------------------------------------------------------------------------------
 

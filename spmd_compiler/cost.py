@@ -60,6 +60,7 @@ class Profile:
     order: tuple[str, ...] = ()
     axis_links: Mapping[str, Link] = field(default_factory=dict)
     repeats_work: bool = True  # False: matmul work is never done twice, whatever it would save on the wire
+    overlap: bool = False  # gathers of weights and reductions of gradients run beside computation (`hidden`)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -94,11 +95,12 @@ class Profile:
         start = near.alpha * math.sqrt(_steps(kind, k)) + far.alpha * math.sqrt(_steps(kind, -(-n // k)))
         return start + wire / min(near.bandwidth, (n % k or k) * far.bandwidth)
 
-    def collectives(self, mesh: Mesh, nodes: Iterable[Node]) -> float:
-        """Seconds of those of the nodes that are collectives."""
+    def collectives(self, mesh: Mesh, nodes: Iterable[Node], starts: bool = False) -> float:
+        """Seconds of those of the nodes that are collectives, or what of it they take to start."""
         return sum(
-            self.collective(mesh, KINDS[n.target], axes_of(n), message_bytes(n)) for n in nodes if is_collective(n)
-        )
+            self.collective(mesh, KINDS[n.target], axes_of(n), 0.0 if starts else message_bytes(n))
+            for n in nodes if is_collective(n)
+        )  # fmt: skip
 
     def compute(self, flops: float, nbytes: float, element: int) -> float:
         """Seconds of one local kernel: the slower of its matmul flops and its memory traffic, plus the launch."""
@@ -171,6 +173,9 @@ def profile_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(made["order"], str) or not all(isinstance(a, str) for a in made["order"]):
             raise SpmdError(f"order is a list of axes from outermost to innermost, not {made['order']!r}")
         made["order"] = tuple(made["order"])
+    for key in made.keys() & {"overlap", "repeats_work"}:
+        if not isinstance(made[key], bool):
+            raise SpmdError(f"{key} is true or false, not {made[key]!r}")
     return made
 
 
@@ -198,8 +203,11 @@ def _rates(name: str, given: Any) -> Rates:
     raise SpmdError(f"{name} has rates by bytes of an element, such as {{2 = 6e14, 4 = 3e14}}, not {given!r}")
 
 
-def profile_of(profile: str | Profile | None) -> Profile:
-    """The profile named or given, that of a TOML file, or (None) that of the device at hand."""
+def profile_of(profile: str | Profile | None, overlap: bool = False) -> Profile:
+    """The profile named or given, that of a TOML file, or (None) that of the device at hand; with ``overlap`` one that
+    hides what it can behind computation."""
+    if overlap:
+        return dataclasses.replace(profile_of(profile), overlap=True)
     if isinstance(profile, Profile):
         return profile
     if profile is None:

@@ -335,6 +335,7 @@ def export(
     max_memory: float | str | None = None,
     memory_budget: float | None = None,
     optimizer_states: float = 2.0,
+    overlap: bool = False,
     dynamic_shapes: Any = None,
 ) -> Program:
     """Plan a program on a mesh that need not exist: a module, a function, or a `torch.export.ExportedProgram`.
@@ -348,6 +349,9 @@ def export(
     What is ``"auto"`` is placed by the solver, gradients as their parameters; with ``memory_budget``, bytes a device,
     so that parameters, gradients, optimizer states (``optimizer_states`` times the bytes of what trains; AdamW's are 2)
     and the peak of live activations fit.  Raises `SpmdError` for bad input, and for a budget that nothing found meets.
+
+    With ``overlap`` a step is priced as if gathers of weights and reductions of gradients ran beside computation, and
+    only what they take longer than that, and their starts, counted (a profile's ``overlap`` says the same).
 
     The contract says what the program must keep, whatever placements lead to: no collective that ``forbid`` names
     (``"all_gather"``, ``"all_gather[tp]"``, ``"*[dp]"``), as many as ``expect`` maps a name to, no more than
@@ -373,7 +377,7 @@ def export(
     )  # fmt: skip
     chosen.check()
     memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
-    options = passes.Options(profile, verify, memory=memory)
+    options = passes.Options(profile, verify, memory=memory, overlap=overlap)
     family = None
     if dims is None:
         local = passes.run(captured, options)

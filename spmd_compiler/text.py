@@ -349,6 +349,7 @@ class Text:
             else:
                 lines.append(line_of(node, hints))
         profile = PurePath(local.profile.name).name if local.profile is not None else ""
+        profile += "+overlap" if local.profile is not None and local.profile.overlap else ""
         held = tuple((memory or {}).items())
         return Text(local.captured.name, local.mesh, profile, tuple(lines), held, dims=dims)
 

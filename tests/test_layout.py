@@ -33,7 +33,7 @@ LEVELS = (
     ("network",),
     ("linear",),
     ("solve", "verify"),
-    ("blend",),
+    ("blend", "hidden"),
     ("passes.annotate", "passes.unmerge", "passes.pad", "passes.propagate", "passes.partition", "passes.simplify",
      "passes.bucket",
      "passes.overlap", "passes.split"),

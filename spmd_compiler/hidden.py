@@ -1,0 +1,137 @@
+"""Steps in which weight gathers and gradient reductions hide behind computation.
+
+A weight's copies may be asked for before they are wanted, and nothing but the end of the step waits for a parameter's
+gradient: what their collectives take on the wire, ``hidden``, runs beside computation.  With ``compute`` the seconds of
+computation, and ``rest`` those of all else (other collectives, and what the hidden ones take to start),
+
+    step = rest + max(compute, hidden) = max over share in [0, 1] of  rest + (1 - share) compute + share hidden
+
+For a fixed share that is a sum over choices and moves, which `solve` minimises, and its minimum is a bound of every
+plan's step.  Where the cheapest plan for share 0 hides all, it is the cheapest; else the share with the highest bound
+is looked for, between a plan that hides all and one that does not, where both cost the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import Graph, Node
+
+from .ir import Input, Output, is_getitem, operands
+from .problem import Hub, Problem, Solution
+from .redistribute import Move, move_price
+from .solve import solve
+
+FIRST = 1e-4  # a share that hardly counts: of plans that hide all, one that sends little
+STEPS = 6
+SAME = 1e-9
+
+
+def may_hide(graph: Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> frozenset[Node]:
+    """The nodes of a joint graph whose values' collectives may hide: those of parameters alone, and those of which
+    nothing but gradients of parameters is made, by calls of one operand."""
+    weights: set[Node] = set()
+    for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if given.kind == "param":
+            weights.add(node)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(n in weights for n in node.all_input_nodes):
+            weights.add(node)
+    params = {i for i, given in enumerate(inputs) if given.kind == "param"}
+    ends: dict[Node, bool] = {}  # whether an output is wanted as a gradient alone
+    out = graph.output_node()
+    for value, o in zip(out.args[0], outputs, strict=True):  # type: ignore[arg-type]
+        if isinstance(value, Node):
+            ends[value] = ends.get(value, True) and o.kind == "grad" and o.of in params
+    late: set[Node] = set()
+    for node in reversed(graph.nodes):
+        users = [u for u in node.users if u is not out]
+        if node.op == "call_function" and ends.get(node, bool(users)) and all(
+            u in late and (is_getitem(u) or len(operands(u)) == 1) for u in users
+        ):  # fmt: skip
+            late.add(node)
+    return frozenset(weights | late)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The parts of a plan's step, in seconds."""
+
+    rest: float
+    compute: float
+    hidden: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rest + max(self.compute, self.hidden)
+
+    def at(self, share: float) -> float:
+        return self.rest + (1 - share) * self.compute + share * self.hidden
+
+
+def step_of(problem: Problem, hidden: Collection[int], solution: Solution) -> Step:
+    """The step of a solution; ``hidden`` are numbers of hubs."""
+    compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, solution.choices, strict=True))
+    rest = below = 0.0
+    for i, (hub, tree) in enumerate(zip(problem.hubs, solution.trees, strict=True)):
+        for move in tree.values():
+            start, wire = parts(move, hub, problem, i in hidden)
+            rest += start
+            below += wire
+    return Step(rest, compute, below)
+
+
+def parts(move: Move, hub: Hub, problem: Problem, hidden: bool) -> tuple[float, float]:
+    """Seconds of a move that show, and those that may hide."""
+    seconds = move_price(move, hub.shape, hub.element, problem.mesh, problem.profile)
+    start = move_price(move, hub.shape, 0, problem.mesh, problem.profile) if hidden else seconds
+    return start, seconds - start
+
+
+def weighted(problem: Problem, hidden: Collection[int], share: float) -> Problem:
+    """The problem in which what hides costs ``share`` of itself, and computation the rest of its own."""
+    known: dict[int, np.ndarray] = {}  # equal arrays stay one
+    variables = [
+        dataclasses.replace(v, compute=known.setdefault(id(v.compute), v.compute * (1 - share)))
+        for v in problem.variables
+    ]
+    hubs = [dataclasses.replace(h) for h in problem.hubs]
+    for i in hidden:
+        hubs[i].element *= share  # type: ignore[assignment]  # bytes an element, of which a part shows
+    return dataclasses.replace(problem, variables=variables, hubs=hubs)
+
+
+def cheapest(problem: Problem, hidden: Collection[int]) -> tuple[Solution, float]:
+    """The cheapest step found, as a solution with its parts, price and bound; and the share that it was found at."""
+    tried: list[tuple[Step, Solution, float]] = []
+
+    def at(share: float) -> Step:
+        solution = solve(weighted(problem, hidden, share))
+        tried.append((step_of(problem, hidden, solution), solution, share))
+        return tried[-1][0]
+
+    below = at(FIRST)
+    if below.hidden > below.compute:
+        above, below = below, at(1.0)
+        for _ in range(STEPS):
+            if below.hidden >= below.compute:
+                break  # nothing hides all
+            slope = (above.hidden - above.compute) - (below.hidden - below.compute)
+            share = (below.at(0.0) - above.at(0.0)) / slope
+            found = at(share)
+            if found.at(share) >= above.at(share) * (1 - SAME):
+                break
+            above, below = (found, below) if found.hidden > found.compute else (above, found)
+    else:
+        at(0.0)  # for its bound
+    bound = max(solution.bound for _, solution, _ in tried)
+    step, solution, _ = min(tried, key=lambda t: t[0].seconds * (1 + FIRST * (t[2] == 0.0)))
+    share = max(tried, key=lambda t: t[1].bound)[2]
+    return priced(solution, step, bound), share
+
+
+def priced(solution: Solution, step: Step, bound: float) -> Solution:
+    return dataclasses.replace(solution, compute=step.compute, price=step.seconds, bound=min(bound, step.seconds))
