@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
@@ -24,7 +22,7 @@ from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, result
 from ..memory import Found, Memory, cheapest_within, lifetimes
 from ..placements import Mesh, Spec, SpmdError
 from ..problem import Hub, Problem, Solution, Variable, is_partial
-from ..redistribute import Move
+from ..redistribute import Move, gathered
 from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated, rule_of
 from ..solve import solve
 
@@ -389,7 +387,7 @@ class _Builder:
             if phase != "backward" or (place, r, "forward") not in self.hubs:
                 continue
             pairs = [(s, k) for c in self.problem.variables[self.index[place]].choices
-                     if (s := c.results[0]) is not None for k in _gathered(s)]  # fmt: skip
+                     if (s := c.results[0]) is not None for k in gathered(s)]  # fmt: skip
             if all(s == k for s, k in pairs):
                 continue
             self.keeps[place] = index = len(self.problem.variables)
@@ -566,18 +564,6 @@ class _Builder:
             local.append(place)
         emit_choice(scratch, self.mesh, mode, node, r, c, local)
         return self.profile.collectives(self.mesh, scratch.nodes)
-
-
-def _gathered(spec: Spec) -> list[Spec]:
-    """``spec``, and what gathers on some of its axes make of it."""
-    cut = [a for axes in spec.sharding.values() for a in axes]
-    found = []
-    for n in range(len(cut) + 1):
-        for gone in itertools.combinations(cut, n):
-            placements = tuple(Replicate() if a in gone else p for a, p in zip(spec.axes, spec.placements, strict=True))
-            nesting = tuple(tuple(a for a in axes if a not in gone) for axes in spec.nesting)
-            found.append(Spec(spec.axes, placements, tuple(axes for axes in nesting if len(axes) > 1)))
-    return found
 
 
 def _is_view(node: Node) -> bool:

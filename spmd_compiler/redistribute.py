@@ -172,6 +172,18 @@ def plan(
     raise SpmdError(f"no redistribution leads from {source} to {target} for shape {shape} on {mesh}")
 
 
+def gathered(spec: Spec) -> list[Spec]:
+    """``spec``, and what gathers on some of its axes make of it."""
+    cut = [a for axes in spec.sharding.values() for a in axes]
+    found = []
+    for n in range(len(cut) + 1):
+        for gone in itertools.combinations(cut, n):
+            placements = tuple(Replicate() if a in gone else p for a, p in zip(spec.axes, spec.placements, strict=True))
+            nesting = tuple(tuple(a for a in axes if a not in gone) for axes in spec.nesting)
+            found.append(Spec(spec.axes, placements, tuple(axes for axes in nesting if len(axes) > 1)))
+    return found
+
+
 def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
     """Write one move of the local value ``x`` (global ``shape``) to the graph."""
     size: IntExpr = 0
