@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..blend import Around, blended, cheapest_at, counted, fitting
+from ..blend import within
 from ..cost import Profile
 from ..family import Decisions
 from ..hidden import cheapest, may_hide, priced, step_of, weighted
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
-from ..memory import Found, Memory, cheapest_within, lifetimes
+from ..memory import Memory, OverBudget, lifetimes
 from ..placements import Mesh, Spec, SpmdError
 from ..problem import Hub, Problem, Solution, Variable, is_partial
+from ..progress import stage
 from ..redistribute import Move, gathered
 from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated, rule_of
 from ..solve import solve
 
-ENOUGH = 1e-3  # of the price: a gap within a budget that is not worth another search
 _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
 
 
@@ -57,81 +57,37 @@ def run(
     Within ``memory``: ``holds`` gives the bytes a device of a plan, by kind, and the number of the node at which its
     memory peaks.
     """
+    stage("listing the choices of every node")
     builder = _Builder(captured, mesh, profile, memory)
+    stage(f"choosing placements: {len(builder.problem.variables)} nodes on {mesh}")
     budget = memory.budget if memory is not None and holds is not None else None
-    if not profile.overlap:
+    try:
+        return _cheapest(builder, budget, holds)
+    except OverBudget as error:
+        # where even cuts leave too much, what the solver places may be cut unevenly too
+        rough = _Builder(captured, mesh, profile, memory, rough=True)
+        if rough.uneven == builder.uneven:
+            raise
+        try:
+            return _cheapest(rough, budget, holds)
+        except OverBudget as other:
+            raise min(error, other, key=lambda e: e.held) from None
+
+
+def _cheapest(builder: _Builder, budget: float | None, holds: Any) -> Plan:
+    if not builder.profile.overlap:
         free = builder.plan(solve(builder.problem))
-        return free if budget is None else _within(builder, free, budget, holds)  # type: ignore[arg-type]
+        return free if budget is None else within(builder, free, budget, holds)
     problem = builder.problem
     hidden = [i for i, ((n, *_), hub) in enumerate(builder.hubs.items()) if n in builder.hidden and not hub.tied]
     solution, share = cheapest(problem, hidden)
     plan = builder.plan(solution)
-    if budget is not None and sum(holds(plan)[0].values()) > budget:  # type: ignore[misc]
+    if budget is not None and sum(holds(plan)[0].values()) > budget:
         builder.problem = weighted(problem, hidden, share)
-        plan = _within(builder, builder.plan(solve(builder.problem)), budget, holds)  # type: ignore[arg-type]
+        plan = within(builder, builder.plan(solve(builder.problem)), budget, holds)
         step = step_of(problem, hidden, plan.solution)
         plan = dataclasses.replace(plan, solution=priced(plan.solution, step, plan.solution.bound))
     return plan
-
-
-def _within(
-    builder: _Builder, free: Plan, budget: float, holds: Callable[[Plan], tuple[Mapping[str, float], int]]
-) -> Plan:
-    """The cheapest plan found within a budget.
-
-    The solver counts what lives where plans peak: where the cheapest of all does and, if what is found then peaks
-    elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.  Copies are
-    counted once the bound is known, which they would not leave valid (`_Builder.count`).
-    """
-    problem = builder.problem
-    peaks: list[int] = []
-    around: Around | None = None
-
-    def found(solution: Solution) -> Found[Plan]:
-        plan = free if solution is free.solution else builder.plan(solution)
-        bytes_held, peak = holds(plan)
-        peaks.append(peak)
-        return Found(plan, bytes_held, counted(problem, solution), solution.price, solution.bound)
-
-    def at(rate: float) -> Found[Plan]:
-        return found(cheapest_at(problem, rate, around) if rate or around else free.solution)
-
-    def between(small: Plan, cheap: Plan, room: float) -> list[Callable[[], Found[Plan]]]:
-        a, b = small.solution, cheap.solution
-        taken = fitting(problem, a, b, room)
-        return [functools.partial(lambda n: found(blended(problem, a, b, taken[:n])), n + 1)
-                for n in range(len(taken))]  # fmt: skip
-
-    held, peak = holds(free)
-    if sum(held.values()) <= budget:
-        return free
-    times = [peak]
-    best, bound = None, free.solution.bound
-    failure: SpmdError | None = None
-    for attempt in range(3):
-        builder.count(times, copies=attempt > 0)
-        peaks.clear()
-        try:
-            plan, below = cheapest_within(at, between, budget)
-        except SpmdError as error:
-            failure = error
-        else:
-            bound = max(bound, below) if attempt == 0 else bound
-            better = best is None or plan.solution.price < best.solution.price * (1 - ENOUGH)
-            if best is None or plan.solution.price < best.solution.price:
-                best = plan
-            if bound >= best.solution.price * (1 - ENOUGH) or not better:
-                break
-            around = Around(best.solution, budget - sum(holds(best)[0].values()))
-        elsewhere = [p for p in reversed(peaks) if p not in times][:1]
-        if best is None and attempt > 0 and not elsewhere:
-            break
-        times += elsewhere
-    if best is None:
-        assert failure is not None
-        raise failure
-    price = best.solution.price
-    return dataclasses.replace(best, solution=dataclasses.replace(best.solution, bound=min(bound, price)))
 
 
 # --- the same plan at other sizes -------------------------------------------------------------------------------
@@ -179,8 +135,9 @@ def decide(captured: Captured, decisions: Decisions, mesh: Mesh, profile: Profil
 
 class _Builder:
     def __init__(
-        self, captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None, build: bool = True
-    ) -> None:
+        self, captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None, build: bool = True,
+        rough: bool = False,
+    ) -> None:  # fmt: skip
         self.captured, self.mesh, self.profile, self.memory = captured, mesh, profile, memory
         self.graph: Graph = captured.graph.graph
         self.inputs = {n: i for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
@@ -195,7 +152,7 @@ class _Builder:
         self.domains: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
         self.shared: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
         self.given = {n: rule_of(n) for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n)}
-        self.uneven = self._uneven()
+        self.uneven = self._uneven(rough)
         self.problem.uneven = self.uneven
         self.keeps: dict[Node, int] = {}
         self.hidden = may_hide(self.graph, captured.inputs, captured.outputs) if profile.overlap else frozenset()
@@ -228,9 +185,12 @@ class _Builder:
 
     # --- variables ---------------------------------------------------------------------------------------------
 
-    def _uneven(self) -> frozenset[tuple[int, int]]:
-        """The uneven cuts in the user's own placements, as (size, pieces), and in what windows lead to from there."""
+    def _uneven(self, rough: bool) -> frozenset[tuple[int, int]]:
+        """The uneven cuts in the user's own placements, as (size, pieces), and in what windows lead to from there;
+        ``rough``: and all of inputs that the solver places, into no more pieces than there are elements."""
         cuts = set()
+        axes = [n for n in self.mesh.shape if n > 1]
+        counts = {math.prod(some) for k in range(1, len(axes) + 1) for some in itertools.combinations(axes, k)}
 
         def add(spec: Spec | None, shape: Any) -> None:
             for dim, n in enumerate(shape if spec is not None else ()):
@@ -242,6 +202,8 @@ class _Builder:
         for node, i in zip(self.inputs, self.captured.inputs, strict=True):
             if results(node):
                 add(i.spec, node.meta["val"].shape)
+                if rough and i.spec is None:
+                    cuts |= {(int(n), k) for n in node.meta["val"].shape for k in counts if k <= n}
         flat = self._flat_outputs()
         for node, o in zip(flat, self.captured.outputs, strict=True):
             if isinstance(node, Node) and results(node):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from .memory import Found, OverBudget, cheapest_within
 from .problem import Problem, Solution, Tables
+from .progress import stage
 from .rules import Choice
 from .solve import _priced, solve
+
+ROUNDS, MOST_ROUNDS = 3, 6  # of the search within a budget: once a plan fits, and until one does
+ENOUGH = 1e-3  # of the price: a gap within a budget that is not worth another search
 
 
 @dataclass(frozen=True)
@@ -102,3 +109,78 @@ def blended(
         for i in part:
             choices[i] = b.choices[i]
     return _priced(problem, tables or Tables(problem), choices, a.columns)
+
+
+# --- within a budget ---------------------------------------------------------------------------------------------
+
+
+class Planner(Protocol):
+    """What makes plans (dataclasses with a ``solution``) of solutions.
+
+    ``count`` lets choices count the bytes that live at the nodes of these numbers."""
+
+    problem: Problem
+
+    def plan(self, solution: Solution) -> Any: ...
+
+    def count(self, times: Sequence[int], copies: bool) -> None: ...
+
+
+def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tuple[Mapping[str, float], int]]) -> Any:
+    """The cheapest plan found within a budget; ``free`` is the cheapest of all.  ``holds``: see `passes.propagate.run`.
+
+    The solver counts what lives where plans peak: where the cheapest of all does and, if what is found then peaks
+    elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.  Copies are
+    counted once the bound is known, which they would not leave valid (`Planner.count`).
+    """
+    problem = builder.problem
+    peaks: list[int] = []
+    around: Around | None = None
+
+    def found(solution: Solution) -> Found[Any]:
+        plan = free if solution is free.solution else builder.plan(solution)
+        bytes_held, peak = holds(plan)
+        peaks.append(peak)
+        return Found(plan, bytes_held, counted(problem, solution), solution.price, solution.bound)
+
+    def at(rate: float) -> Found[Any]:
+        return found(cheapest_at(problem, rate, around) if rate or around else free.solution)
+
+    def between(small: Any, cheap: Any, room: float) -> list[Callable[[], Found[Any]]]:
+        a, b = small.solution, cheap.solution
+        taken = fitting(problem, a, b, room)
+        return [functools.partial(lambda n: found(blended(problem, a, b, taken[:n])), n + 1)
+                for n in range(len(taken))]  # fmt: skip
+
+    held, peak = holds(free)
+    if sum(held.values()) <= budget:
+        return free
+    times = [peak]
+    best, bound = None, free.solution.bound
+    failures: list[OverBudget] = []
+    for attempt in range(MOST_ROUNDS):
+        if best is not None and attempt >= ROUNDS:
+            break
+        stage(f"choosing placements within the memory budget, round {attempt + 1}")
+        builder.count(times, copies=attempt > 0)
+        peaks.clear()
+        try:
+            plan, below = cheapest_within(at, between, budget)
+        except OverBudget as error:
+            failures.append(error)
+        else:
+            bound = max(bound, below) if attempt == 0 else bound
+            better = best is None or plan.solution.price < best.solution.price * (1 - ENOUGH)
+            if best is None or plan.solution.price < best.solution.price:
+                best = plan
+            if bound >= best.solution.price * (1 - ENOUGH) or not better:
+                break
+            around = Around(best.solution, budget - sum(holds(best)[0].values()))
+        elsewhere = [p for p in reversed(peaks) if p not in times][:1]
+        if best is None and attempt > 0 and not elsewhere:
+            break
+        times += elsewhere
+    if best is None:
+        raise min(failures, key=lambda e: e.held)
+    price = best.solution.price
+    return dataclasses.replace(best, solution=dataclasses.replace(best.solution, bound=min(bound, price)))

@@ -120,6 +120,18 @@ class Found(Generic[T]):
         return sum(self.holds.values())
 
 
+class OverBudget(SpmdError):
+    """Nothing was found within a budget; ``held`` are the bytes of the smallest plan that was looked at."""
+
+    def __init__(self, budget: float, holds: Mapping[str, float]) -> None:
+        self.held = sum(holds.values())
+        kinds = ", ".join(f"{readable(n)} of {kind}" for kind, n in holds.items())
+        super().__init__(
+            f"no plan was found within the memory budget of {readable(budget)} a device; the smallest found holds "
+            f"{readable(self.held)}: {kinds}"
+        )
+
+
 def cheapest_within(
     at: Callable[[float], Found[T]],
     between: Callable[[T, T, float], Sequence[Callable[[], Found[T]]]],
@@ -133,14 +145,16 @@ def cheapest_within(
     room)`` gives plans along that edge, ever larger and cheaper, up to what ``room`` bytes more than the small one's
     seem to allow: the last of them that fits is taken.
 
-    Raises `SpmdError` where nothing fits.
+    Raises `OverBudget` where nothing fits.
     """
     bound = 0.0
+    smallest: Found[T] | None = None
 
     def tried(rate: float) -> Found[T]:
-        nonlocal bound
+        nonlocal bound, smallest
         found = at(rate)
         bound = max(bound, found.bound - rate * budget)
+        smallest = found if smallest is None or found.held < smallest.held else smallest
         return found
 
     outside = tried(0.0)
@@ -152,10 +166,8 @@ def cheapest_within(
             break
         outside = within
     else:
-        raise SpmdError(
-            f"no plan was found within the memory budget of {readable(budget)} a device; the smallest holds "
-            + ", ".join(f"{readable(n)} of {kind}" for kind, n in within.holds.items())
-        )
+        assert smallest is not None
+        raise OverBudget(budget, smallest.holds)
     for _ in range(SECANTS):
         if outside.counted <= within.counted or within.price <= outside.price:
             break

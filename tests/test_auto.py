@@ -1,9 +1,11 @@
 """Placements that the solver chooses, and the memory budget they keep."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 import spmd_compiler as spmd
 from spmd_compiler.placements import Mesh
@@ -134,3 +136,52 @@ def test_meta_parameters_materialise_where_the_solver_put_them(gloo4):
     for found in gloo4(placed, 20_000):
         sharded = [shape for shape, placements, _ in found.values() if placements != ["R"]]
         assert sharded and all("S(" in spec or placements == ["R"] for _, placements, spec in found.values())
+
+
+# --- against every placement ------------------------------------------------------------------------------------
+
+
+def every_placement(f, args, mesh):
+    """``(bytes held, price)`` of the program under every placement of its inputs, uneven cuts among them."""
+    kinds = [[Replicate(), *map(Shard, range(x.dim()))] for x in args]
+    for where in itertools.product(*(itertools.product(k, repeat=len(mesh)) for k in kinds)):
+        placements = {n: list(p) for n, p in zip("xvw", where, strict=True)}
+        p = spmd.export(f, args, mesh=mesh, placements=placements, backward=True, profile="bytes", memory_budget=1e9)
+        yield sum(p.memory.values()), p.price
+
+
+def products(x, v, w):
+    return ((x @ v).tanh() @ w).square().mean()
+
+
+@pytest.mark.parametrize(("sizes", "mesh"), [((9, 7, 5, 3), {"a": 3}), ((6, 8, 4, 10), {"a": 2})], ids=["odd", "even"])
+def test_budgets_against_every_placement(sizes, mesh):
+    """A fifth above what the smallest holds nothing is refused, and plans are near the cheapest: what the solver counts
+    leaves out copies in other specs.  No placement that fits beats the bound."""
+    n, *rest = sizes
+    args = tuple(torch.zeros(a, b, dtype=torch.float64, requires_grad=i > 0)
+                 for i, (a, b) in enumerate(itertools.pairwise((n, *rest))))  # fmt: skip
+    known = list(every_placement(products, args, mesh))
+    least = min(held for held, _ in known)
+    given = dict(mesh=mesh, placements={n: "auto" for n in "xvw"}, backward=True, profile="bytes")
+    for budget in sorted({held for held, _ in known if held >= 1.2 * least})[::3]:
+        program = spmd.export(products, args, **given, memory_budget=budget)
+        assert sum(program.memory.values()) <= budget
+        cheapest = min(p for held, p in known if held <= budget)
+        assert program.price * (1 - program.gap) <= cheapest * (1 + 1e-6)
+        assert program.price <= 1.05 * cheapest
+    with pytest.raises(spmd.SpmdError, match="no plan was found within the memory budget") as refused:
+        spmd.export(products, args, **given, memory_budget=least // 4)
+    assert refused.value.held <= 1.2 * least
+
+
+def test_a_budget_that_needs_uneven_cuts():
+    """No dim of these parameters is even: what the solver places is cut unevenly where nothing else fits."""
+    model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5)).double()
+    x = torch.randn(10, 7, dtype=torch.float64)
+    given = dict(mesh={"a": 2, "b": 2}, placements={"*": "auto"}, profile="bytes")
+    program = spmd.export(model, (x,), **given, memory_budget=1800)
+    assert sum(program.memory.values()) <= 1800
+    torch.testing.assert_close(program.simulate(x), model(x))
+    with pytest.raises(spmd.SpmdError, match=r"the smallest found holds 1\.\d\d KiB: 4\d\d B of parameters"):
+        spmd.export(model, (x,), **given, memory_budget=1000)
