@@ -31,7 +31,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .ir import Emit, is_tensor, operands, results
-from .placements import Mesh, Spec, SpmdError
+from .placements import REDUCE_OPS, Mesh, Spec, SpmdError
 from .symbolic import bind_tree
 
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: for each dim its factors, major first
@@ -161,9 +161,78 @@ def rule(
         RULES[one] = instantiate
 
 
-def register_rule(op: Any, text: str, **kwargs: Any) -> None:
-    """`rule` under its public name: teach the compiler an operator of your own."""
-    rule(op, text, **kwargs)
+def register_rule(
+    op: Any,
+    text: str,
+    *,
+    reduce: Mapping[str, str] | None = None,
+    whole: str | Sequence[str] = (),
+    linear: Sequence[Sequence[int]] = (),
+    form: Callable[..., Any] | None = None,
+    flops: str | None = None,
+    even: str | Sequence[str] = (),
+) -> None:
+    """`rule` under its public name: teach the compiler an operator of your own (or several, as a tuple).
+
+    An operator is ``torch.ops.mylib.myop`` or an overload of it, what ``torch.library.custom_op`` gives, or a name such
+    as ``"mylib::myop"``.  Raises `SpmdError` for anything else, a text that is no rule or has other terms than the
+    operator has tensors, and for factors and operands that the text does not have.
+    """
+    ops = tuple(_operator(one) for one in (op if isinstance(op, tuple) else (op,)))
+    if not isinstance(text, str):
+        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {text!r}")
+    try:
+        template = parse_rule(text)
+    except ValueError as error:
+        raise SpmdError(str(error)) from None
+    for one in ops:
+        _check_terms(one, template)
+    known = {f for term in template.operands + template.results for dim in term if dim != "..." for f in dim}
+    given = {"reduce": reduce or {}, "whole": whole, "even": even, "flops": (flops or "").split()}
+    for what, factors in given.items():
+        if unknown := [f for f in factors if f not in known]:
+            raise SpmdError(f"rule {text!r} has no factor {unknown[0]!r} for {what}; it has {', '.join(sorted(known))}")
+    for f, by in (reduce or {}).items():
+        if by not in (*REDUCE_OPS, "none"):
+            raise SpmdError(f"rule {text!r}: {f} is reduced by one of {', '.join(REDUCE_OPS)} or none, not by {by!r}")
+    for group in linear:
+        if isinstance(group, int) or not all(isinstance(i, int) and 0 <= i < len(template.operands) for i in group):
+            count = len(template.operands)
+            raise SpmdError(f"rule {text!r}: linear has groups of operands 0..{count - 1}, such as (0,), not {group!r}")
+    if form is not None and not callable(form):
+        raise SpmdError(f"rule {text!r}: form is a function that writes local nodes, not {form!r}")
+    rule(ops, text, reduce=reduce, whole=whole, linear=linear, form=form, flops=flops, even=even)
+
+
+_PACKET = type(torch.ops.aten.add)
+
+
+def _operator(op: Any) -> Any:
+    """An operator as `RULES` knows it."""
+    op = getattr(op, "_opoverload", op)  # of torch.library.custom_op
+    named = isinstance(op, str) and re.fullmatch(r"\w+::\w+(\.\w+)?", op)
+    if not named and not isinstance(op, (torch._ops.OpOverload, _PACKET)):
+        raise SpmdError(f"{op!r} is no operator: give torch.ops.mylib.myop, a torch.library.custom_op or 'mylib::myop'")
+    return op
+
+
+def _check_terms(op: Any, template: Template) -> None:
+    """Raise `SpmdError` where no overload of an operator has a tensor for each term."""
+    packet = isinstance(op, _PACKET)
+    overloads = [getattr(op, o) for o in op.overloads()] if packet else [] if isinstance(op, str) else [op]
+    terms = len(template.operands), len(template.results)
+    counts: list[tuple[int, ...]] = []
+    fits = False
+    for one in overloads:
+        kinds = [[str(a.type) for a in side] for side in (one._schema.arguments, one._schema.returns)]
+        if any("List[" in k and "Tensor" in k for side in kinds for k in side):
+            return
+        counts.append(tuple(sum("Tensor" in k for k in side) for side in kinds))
+        optional = sum("Optional" in k for k in kinds[0] if "Tensor" in k)
+        fits = fits or (counts[-1][0] - optional <= terms[0] <= counts[-1][0] and terms[1] == counts[-1][1])
+    if counts and not fits:
+        has = " or ".join(f"{a} -> {b}" for a, b in dict.fromkeys(counts))
+        raise SpmdError(f"rule {template.text!r} has {terms[0]} -> {terms[1]} terms; {op} has {has} tensors")
 
 
 def rule_of(node: Node) -> Rule | None:

@@ -93,6 +93,23 @@ def test_arguments_of_export(arguments, words):
 def test_arguments_of_the_rest():
     with pytest.raises(spmd.SpmdError, match="a rule is a text"):
         spmd.register_rule(torch.ops.aten.digamma, None)
+    for op, text, more, words in [
+        (torch.digamma, "m -> m", {}, "is no operator: give torch.ops.mylib.myop"),
+        ("digamma", "m -> m", {}, "'digamma' is no operator"),
+        (torch.ops.aten.digamma, "m", {}, "one '->' is needed"),
+        (torch.ops.aten.digamma, "m ? -> m", {}, r"unexpected '\?'"),
+        (torch.ops.aten.mm.default, "m k -> m k", {}, r"has 1 -> 1 terms; aten\.mm\.default has 2 -> 1 tensors"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", {"whole": "x"}, "has no factor 'x' for whole; it has k, m, n"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", {"flops": "m k z"}, "has no factor 'z' for flops"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", {"reduce": {"k": "mean"}}, "reduced by one of sum, max.* 'mean'"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", {"linear": [2]}, r"groups of operands 0\.\.1, such as"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", {"linear": [(2,)]}, r"groups of operands 0\.\.1, such as"),
+        (torch.ops.aten.mm.default, "m k, k n -> m n", {"form": "x"}, "form is a function"),
+    ]:  # fmt: skip
+        with pytest.raises(spmd.SpmdError, match=words):
+            spmd.register_rule(op, text, **more)
+    with pytest.raises(TypeError, match="wholes"):
+        spmd.register_rule(torch.ops.aten.digamma, "m -> m", wholes="m")
     with pytest.raises(spmd.SpmdError, match="not of 3"):
         spmd.Mesh(3)
 

@@ -89,6 +89,15 @@ def test_globs_mean_outputs_only_where_they_say_so():
     assert [program.placements[f"out.{i}"]["a"] for i in range(2)] == [Shard(0)] * 2
 
 
+@pytest.mark.parametrize(
+    ("placements", "dim"), [({"*": "R", "w*": "S(0)"}, None), ({"w*": "S(0)", "*": "R"}, 0), ({"*": "R", "w": "S(1)"}, 1)]
+)
+def test_names_go_before_globs_and_globs_in_the_order_given(placements, dim):
+    given = {k: [spmd.Replicate() if v == "R" else Shard(int(v[2]))] for k, v in placements.items()}
+    program = spmd.export(lambda x, w: x * w, (X, X), mesh=MESH, placements=given)
+    assert program.placements["w"]["a"] == (spmd.Replicate() if dim is None else Shard(dim))
+
+
 def test_a_loss_keeps_its_shape_and_buffers_their_values():
     class Counts(nn.Module):
         def __init__(self):
