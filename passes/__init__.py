@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..cost import Profile, profile_of
-from ..dims import Dims
 from ..family import Decisions, Family, Samples, common, even_cuts, expressions, member, pieces_of
 from ..ir import Captured, Partitioned
 from ..memory import Memory, peak
+from ..progress import stage
 from . import annotate, pad, partition, propagate, simplify, unmerge
 
 
@@ -52,6 +52,7 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
 def prepared(captured: Captured) -> Captured:
     """A captured graph, ready for the solver."""
+    stage(f"preparing {len(captured.graph.graph.nodes)} nodes")
     return pad.run(unmerge.run(annotate.run(captured)))
 
 
@@ -61,6 +62,7 @@ def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) ->
 
 
 def _written(annotated: Captured, plan: propagate.Plan, profile: Profile) -> Partitioned:
+    stage("writing the local graph")
     return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
 
 
@@ -74,11 +76,13 @@ def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propa
 # --- dynamic dims -----------------------------------------------------------------------------------------------
 
 
-def run_family(captured: Captured, dims: Dims, options: Options = Options()) -> tuple[Partitioned, Family]:
-    """Plan a graph with expressions of ``dims`` at the sizes of the example, and for all sizes that its guards allow.
+def run_family(captured: Captured, options: Options = Options()) -> tuple[Partitioned, Family]:
+    """Plan a graph with dynamic dims at the sizes of the example, and for all sizes that its guards allow.
 
     Returns the example's local graph, and the family.
     """
+    dims = captured.dims
+    assert dims is not None
     profile = options.prices()
     annotated = prepared(member(captured, dims.hints))
     chosen = _plan(annotated, profile, options.memory)

@@ -341,7 +341,7 @@ class _Function(torch.nn.Module):
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = len(self.state)
         args, kwargs = self.call(flat[count:])
-        with UserLines(), tracing(self.mesh):
+        with UserLines(self.owner), tracing(self.mesh):
             if self.owner is not None:
                 values = dict(zip(self.state, flat, strict=False))
                 with _restored(self.owner):
@@ -380,7 +380,7 @@ def capture_function(
     backward: bool = False,
     name: str | None = None,
     dynamic_shapes: Any = None,
-) -> tuple[Captured, Binding, Dims | None]:
+) -> tuple[Captured, Binding]:
     """Capture a module or function ahead of time; nothing is allocated, parameters may be meta or fake.
 
     ``specs(name, kind, ndim, shape)`` gives the placement of each parameter, buffer, input and output.  With
@@ -459,10 +459,11 @@ def capture_function(
                 for n, v in given}  # fmt: skip
     binding = Binding(signature, owner, slots, function.out_tree, results, grads, expected)
     if open_sizes is None:
-        return front.captured, binding, None
+        return front.captured, binding
     open_sizes.release(front.captured, fake_mode())
     binding.results = [open_sizes.size(r) for r in binding.results]
-    return front.captured, binding, dataclasses.replace(open_sizes.dims, guards=open_sizes.guards())
+    front.captured.dims = dataclasses.replace(open_sizes.dims, guards=open_sizes.guards())
+    return front.captured, binding
 
 
 def _open_sizes(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
 import runpy
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import click
 from .contracts import ContractError, Limits
 from .cost import PROFILES, read_toml
 from .diff import diff as compare
+from .explain import explain_text
 from .hf import training_step
 from .placements import SpmdError
 from .program import Program, explain, export, load
+from .progress import shown
 from .reader import parse
 from .report import report
 from .text import LEVELS, Text, readable, summary
@@ -83,15 +87,28 @@ def plan(
             asked["backward"] = backward
         contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}
         asked |= {k: v for k, v in contract.items() if v}
-        program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
-        if to is not None:
-            program.save(to)
+        with shown(), _rarely_collecting():
+            program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
+            if to is not None:
+                program.save(to)
+            printed = _shown(program, level)
     except ContractError as error:
         click.secho(f"Error: {error}", err=True)
         sys.exit(2)
     except SpmdError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(_shown(program, level), nl=False)
+    click.echo(printed, nl=False)
+
+
+@contextlib.contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Collect garbage seldom: a plan is a few large graphs that live to its end, and looking through them is slow."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @main.command()
@@ -104,20 +121,34 @@ def show(file: str, level: str) -> None:
             click.echo(_shown(load(file), level), nl=False)
         else:
             text = _read(file)
-            click.echo(summary(text) if level == "summary" else str(text.at(level)), nl=False)
+            if level == "summary" and text.level != "summary":
+                click.echo(summary(text), nl=False)
+            else:
+                click.echo(Path(file).read_text() if level == text.level else str(text.at(level)), nl=False)
     except SpmdError as error:
         raise click.ClickException(str(error)) from None
 
 
-@main.command("explain", epilog="\b\nExample:\n  spmd-compiler explain job.spmd all_gather_3\n")
+@main.command(
+    "explain",
+    epilog="\b\nExamples:\n  spmd-compiler explain job.spmd all_gather_3\n  spmd-compiler explain job.txt\n",
+)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
 @click.argument("collective", required=False)
 def explain_(file: str, collective: str | None) -> None:
     """Say why COLLECTIVE is in the saved program FILE, and what else could be done.
 
     COLLECTIVE is the name of a line ("all_gather_3").  Without it, all are listed with their reasons, dearest first.
+    FILE may be the text of a program too, which says who makes and who wants a value, but holds no alternatives.
     """
     try:
+        if not zipfile.is_zipfile(file):
+            text = _read(file)
+            names = [k.name for k in sorted(text.collectives, key=lambda k: -k.wire_bytes(text.mesh))]
+            for name in names if collective is None else [collective]:
+                rows = explain_text(text, name)
+                click.echo(rows[0] if collective is None else "\n".join(rows))
+            return
         program = load(file)
         if collective is not None:
             click.echo(str(explain(program, collective)))

@@ -20,10 +20,11 @@ from .annotations import constrain_op
 from .collectives import KINDS, Collective, axes_of, is_collective, message_bytes
 from .contracts import Contract, ContractError
 from .cost import profile_of
+from .diff import refs
 from .ir import Captured, Partitioned, is_getitem, source_line
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
-from .text import Type, readable, type_of, type_text
+from .text import Line, Text, Type, readable, type_of, type_text
 
 SHOWN = 3  # alternatives in words
 LARGE = 3000  # nodes of a graph that a broken contract does not plan again
@@ -111,6 +112,31 @@ def explain(local: Partitioned, collective: Any, memory: Memory | None = None, s
     tried = list(_alternatives(local, value, wanted, kind, axes_of(node), node, memory)) if solve else []
     tried.sort(key=lambda a: (a.price, a.wire_bytes, a.write))
     return Explanation(c, shown, type_text(kind), made, users, seconds, local.price, wire, tuple(tried))
+
+
+def explain_text(text: Text, name: str) -> list[str]:
+    """What the text of a program says of a collective, in lines: its source, who makes and who wants the value, and how
+    these place it.  Alternatives need the program itself.  Raises `SpmdError` where the text has no such collective."""
+    found = {k.name: k for k in text.collectives}
+    line = found.get(name.removeprefix("%"))
+    if line is None:
+        raise SpmdError(f"the text has no collective {name!r}; it has {', '.join(found) or 'none'}")
+    op = f", {line.reduce}" if line.reduce else ""
+    at = f" at {line.source}" if line.source else ""
+    sent = readable(line.wire_bytes(text.mesh))
+    rows = [f"%{line.name} = {line.op}[{line.axis}{op}]{at}, {line.phase}: {sent} on the wire"]
+    rows.append(f"  gives {type_text(line.type)} {line.spec or ''}".rstrip())
+    made = {k.name: k for k in text.lines if k.name}
+    for ref in refs(line):
+        maker = made.get(ref.name)
+        rows.append(f"  made  {_placed(maker)}" if maker is not None else "  made  by a line that the text leaves out")
+    rows += [f"  for   {_placed(k)}" for k in text.lines if any(ref.name == line.name for ref in refs(k))]
+    return [*rows, "  a text holds no alternatives: plan with --save, and explain the saved program"]
+
+
+def _placed(line: Line) -> str:
+    at = f" at {line.source}" if line.source else ""
+    return f"{line.spec or 'in pieces'} by {line.call()}{at}"
 
 
 def _find(local: Partitioned, collective: Any) -> Node:

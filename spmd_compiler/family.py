@@ -69,7 +69,7 @@ def fake_at(value: Any, layout: Any, sizes: Mapping[str, int], mode: Any) -> Any
 
 def member(captured: Captured, sizes: Mapping[str, int]) -> Captured:
     """The graph of a family at ``sizes``."""
-    found = copied(captured)
+    found = dataclasses.replace(copied(captured), dims=None)
     mode = next(v.fake_mode for n in found.graph.graph.nodes for v in _tensors(n.meta.get("val")))
     for node in found.graph.graph.nodes:
         node.args, node.kwargs = sized(_plain(node.args), sizes), sized(_plain(node.kwargs), sizes)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from . import collectives as coll
 from .cost import Profile
+from .dims import Dims
 from .placements import Mesh, Spec
 from .symbolic import IntExpr, bind_tree, coordinate, length, offset, pieces, table
 
@@ -118,7 +119,7 @@ def source_line(node: Node) -> str:
     text = ""
     if frames:
         path, line = frames[-1]
-        text = f"{project_path(path)}:{line}"
+        text = f"{project_path(path)}:{line}" if line != "0" else path  # that of a module
     else:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
@@ -170,6 +171,7 @@ class Captured:
     num_forward_outputs: int
     mesh: Mesh
     name: str = "main"
+    dims: Dims | None = None  # the dynamic dims of which the graph's integers are expressions
 
 
 @dataclass

@@ -13,6 +13,7 @@ import operator
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -232,9 +233,8 @@ _SAME_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
-    plain = torch.backends.mkldnn.flags(enabled=False)  # recurrent layers as the products they are made of
     try:
-        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), plain:
+        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers():
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         what = str(error) or type(error).__name__
@@ -243,6 +243,21 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
             "ahead can't have; mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the "
             "compiled function"
         ) from error
+
+
+@contextlib.contextmanager
+def _plain_layers() -> Iterator[None]:
+    """Recurrent layers as the products they are made of."""
+    plain = torch.backends.mkldnn.flags(enabled=False)
+    with warnings.catch_warnings():  # torch's, of what it sets for other devices
+        warnings.simplefilter("ignore")
+        plain.__enter__()
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
@@ -314,18 +329,28 @@ def _user_line(error: BaseException) -> str:
 class UserLines(TorchFunctionMode):
     """Notes the user's line (the innermost frame outside torch and this package) on the nodes of each call.
 
-    Where an exported graph runs, it is the line that the graph's node was traced from.
+    Where an exported graph runs, it is the line that the graph's node was traced from.  Frames below the mode's own, of
+    whoever traces, are not the program's: what only torch's modules call has no line, and goes by the module's path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: torch.nn.Module | None = None) -> None:
         super().__init__()
         self.traced: dict[GraphModule, dict[int, str]] = {}  # by line of the graph's code
+        self.paths = {m: path for path, m in owner.named_modules()} if owner is not None else {}
+        self.bottom: Any = None
+
+    def __enter__(self) -> Any:
+        self.bottom = sys._getframe(1)
+        return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # the bodies of higher-order operators
             return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+            if frame is self.bottom:
+                fx_traceback.set_stack_trace([self._module_at(sys._getframe(1))])
+                return func(*args, **(kwargs or {}))
             if frame.f_code.co_filename.startswith("<eval_with_key>") and (line := self._traced_at(frame)):
                 fx_traceback.set_stack_trace([line])
                 return func(*args, **(kwargs or {}))
@@ -334,6 +359,15 @@ class UserLines(TorchFunctionMode):
             code = frame.f_code
             fx_traceback.set_stack_trace([f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'])
         return func(*args, **(kwargs or {}))
+
+    def _module_at(self, frame: Any) -> str:
+        """The path of the innermost module whose call a frame belongs to, as a frame without a line."""
+        while frame is not self.bottom:
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module) and module in self.paths:
+                return f'  File "{self.paths[module] or type(module).__name__}", line 0, in forward\n'
+            frame = frame.f_back
+        return ""
 
     def _traced_at(self, frame: Any) -> str | None:
         gm = frame.f_locals.get("self")

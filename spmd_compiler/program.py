@@ -27,6 +27,7 @@ from .family import Family, check_member
 from .ir import Partitioned
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
+from .progress import stage
 from .runtime import direct
 from .store import Stored, save
 from .store import load as read
@@ -343,6 +344,7 @@ def export(
     ``placements`` maps names of parameters, buffers and inputs (``"ids"``, ``"args.0"``, ``"batch.ids"``) and
     outputs (``"out"``, ``"out.0"``), or globs of them, to ``{axis: placement}``, a sequence of placements in axis
     order, a `Spec` or its text, or ``"auto"``.  Inputs that are not named are replicated; outputs are the solver's.
+    A value goes by its own name before globs, and of globs by the first given that fits it.
     With ``backward`` the first output is a scalar loss, and gradients of all parameters and inputs that require
     one are outputs too.
 
@@ -371,7 +373,8 @@ def export(
             raise SpmdError(f"{what} is {wanted}, not {value!r}")
     model_or_fn = untraced(model_or_fn)
     chosen = Placements(mesh, placements or {}, model_or_fn)
-    captured, binding, dims = capture_function(
+    stage("tracing the program")
+    captured, binding = capture_function(
         model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name,
         dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
@@ -379,10 +382,11 @@ def export(
     memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
     options = passes.Options(profile, verify, memory=memory, overlap=overlap)
     family = None
-    if dims is None:
+    if captured.dims is None:
         local = passes.run(captured, options)
     else:
-        local, family = passes.run_family(captured, dims, options)
+        local, family = passes.run_family(captured, options)
     states = 0.0 if memory is None else optimizer_states
+    stage("checking the contract")
     enforce(local, contract, states, memory)
     return Program(local, binding, backward, states, memory, family)

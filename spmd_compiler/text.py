@@ -354,7 +354,11 @@ class Text:
         return Text(local.captured.name, local.mesh, profile, tuple(lines), held, dims=dims)
 
     def at(self, level: str) -> Text:
-        """The text at a level: ``collectives`` keeps inputs, outputs and collectives, ``summary`` no line."""
+        """The text at a level: ``collectives`` keeps inputs, outputs and collectives, ``summary`` no line.
+
+        Raises `SpmdError` for a level that shows more than the text's own."""
+        if level in LEVELS and LEVELS.index(level) > LEVELS.index(self.level):
+            raise SpmdError(f"the text is of level {self.level}, which does not hold what level {level} shows")
         kept = {"full": self.lines, "summary": ()}.get(level)
         if kept is None:
             kept = tuple(k for k in self.lines if k.axis or k.op in INPUTS or k.op in OUTPUTS)

@@ -1,6 +1,8 @@
 """The command line, as a user types it."""
 
+import io
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import spmd_compiler as spmd
+from spmd_compiler import progress
 from spmd_compiler.cli import main
 
 SOURCE = '''
@@ -100,6 +103,53 @@ def test_a_configuration_of_transformers(run):
     found = run("plan", "hf:gpt2", *given)
     assert found.exit_code == 1 and "no configuration of 'gpt2'" in found.output
     assert "hf:nothing" in run("plan", "hf:nothing", "--mesh", "dp=4").output
+
+
+def test_texts_are_shown_and_explained(run):
+    given = ("plan", "job.py:tuple_of", "--mesh", "tp=4", "--placements", "tp.toml", "--profile", "h100")
+    for level in ("full", "collectives", "summary"):
+        text = run(*given, "--level", level).output
+        Path(f"{level}.txt").write_text(text)
+        assert run("show", f"{level}.txt", "--level", level).output == text
+    assert run("show", "full.txt", "--level", "collectives").output in Path("collectives.txt").read_text()
+    assert run("show", "full.txt", "--level", "summary").output in Path("summary.txt").read_text()
+    found = run("show", "collectives.txt")
+    assert found.exit_code == 1 and "is of level collectives, which does not hold what level full shows" in found.output
+    (line,) = run("explain", "full.txt").output.splitlines()
+    name = line.partition(" = ")[0].removeprefix("%")
+    found = run("explain", "full.txt", name).output.splitlines()
+    assert found[0] == line and "on the wire" in line and " at 2, forward" in line
+    assert any(k.startswith("  made  {tp: P(sum)} by %mm_1 = aten.mm(") and k.endswith(" at 2") for k in found)
+    assert any(k.startswith("  for   ") for k in found) and "plan with --save" in found[-1]
+    found = run("explain", "full.txt", "nothing")
+    assert found.exit_code == 1 and f"the text has no collective 'nothing'; it has {name}" in found.output
+
+
+def test_sources_are_the_users(run):
+    """Modules that only torch's own call have no line of the user's: they go by their path."""
+    for line in run("plan", "job.py:tuple_of", "--mesh", "tp=2").output.splitlines():
+        if line.startswith("%") and " = aten." in line:
+            assert line.rpartition("# ")[2] in ("0", "1", "2"), line
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_for_terminals_alone(run):
+    found = run("plan", "job.py:tuple_of", "--mesh", "tp=2")
+    assert found.stderr == ""
+    terminal, stages = Terminal(), []
+    with progress.shown(terminal, every=0.01):
+        progress.stage("tracing the program")
+        time.sleep(0.05)
+    rows = terminal.getvalue().split("\r\x1b[K")
+    assert len(rows) > 3 and rows[1].endswith("s  tracing the program") and rows[-1] == ""
+    with progress.watched(stages.append):
+        spmd.export(lambda x: x * 2, (torch.ones(4),), mesh={"a": 2})
+    assert stages[0] == "tracing the program" and "choosing placements: 3 nodes on mesh(a=2)" in stages
+    progress.stage("nobody listens")
 
 
 def test_contracts(run):
