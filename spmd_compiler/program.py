@@ -361,8 +361,9 @@ def export(
     that explains the dearest offender.
 
     ``dynamic_shapes`` leaves sizes of inputs open, as `torch.export.export` takes it: ``{"ids": {0: Dim("batch")}}``.
-    Placements are chosen at the sizes of ``args``; one program then simulates and runs at all sizes that its guards
-    allow (`Program.guards`: what is cut evenly in the example must be cut evenly), planned for each at its first call.
+    Placements are chosen, and budget and contract kept, at the sizes of ``args``; one program then simulates and runs
+    at all sizes that its guards allow (`Program.guards`: what is cut evenly in the example must be cut evenly), planned
+    for each at its first call.
     """
     mesh = Mesh.of(mesh)
     contract = Contract.of(forbid, expect, max_wire_bytes, max_memory)
