@@ -1,6 +1,6 @@
 """The compiler's pipeline: captured joint graph in, partitioned local graph out.
 
-    annotate -> unmerge -> pad -> propagate -> partition -> simplify (then `split` cuts it into forward and backward)
+    annotate -> unmerge -> pad -> propagate -> partition -> simplify -> bucket (then `split` cuts it in two)
 
 Each pass is one module with one public function; passes never import each other.
 """
@@ -16,13 +16,13 @@ from ..family import Decisions, Family, Samples, common, even_cuts, expressions,
 from ..ir import Captured, Partitioned
 from ..memory import Memory, peak
 from ..progress import stage
-from . import annotate, pad, partition, propagate, simplify, unmerge
+from . import annotate, bucket, pad, partition, propagate, simplify, unmerge
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile.  ``profile`` prices the plan (with ``overlap``, what may hide behind computation does);
-    ``verify`` re-derives and simulates the result.
+    """How to compile.  ``profile`` prices the plan (with ``overlap``, what may hide behind computation does;
+    with ``buckets``, small collectives are joined); ``verify`` re-derives and simulates the result.
 
     ``memory`` bounds what a device holds.
     """
@@ -32,9 +32,12 @@ class Options:
     lower: str = "inductor"  # or "eager"
     memory: Memory | None = None
     overlap: bool = False
+    buckets: bool = False
 
     def prices(self) -> Profile:
-        return profile_of(self.profile, self.overlap)
+        found = profile_of(self.profile)
+        overlap, buckets = self.overlap or found.overlap, self.buckets or found.buckets
+        return dataclasses.replace(found, overlap=overlap, buckets=buckets)
 
 
 def run(captured: Captured, options: Options = Options()) -> Partitioned:
@@ -63,7 +66,7 @@ def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) ->
 
 def _written(annotated: Captured, plan: propagate.Plan, profile: Profile) -> Partitioned:
     stage("writing the local graph")
-    return simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
+    return bucket.run(simplify.run(partition.run(annotated, plan, annotated.mesh, profile)), profile)
 
 
 def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propagate.Plan:
@@ -83,7 +86,7 @@ def run_family(captured: Captured, options: Options = Options()) -> tuple[Partit
     """
     dims = captured.dims
     assert dims is not None
-    profile = options.prices()
+    profile = dataclasses.replace(options.prices(), buckets=False)  # what pays to join is another set at every size
     annotated = prepared(member(captured, dims.hints))
     chosen = _plan(annotated, profile, options.memory)
     local = _written(annotated, chosen, profile)

@@ -30,8 +30,8 @@ class BackendOptions:
     ``profile`` prices the plan (a name or a `Profile`; None: the device at hand), ``verify`` re-derives and
     simulates it, ``lower`` is ``"inductor"`` or ``"eager"``, ``mesh`` is the mesh of a program without DTensors.
     Within ``memory_budget`` bytes a device, which count ``optimizer_states`` times the bytes of what trains, gathered
-    parameters are kept for the backward where that pays.  ``overlap`` is that of `export`; ``forbid``, ``expect``,
-    ``max_wire_bytes`` and ``max_memory`` are a contract, as `export` takes it.
+    parameters are kept for the backward where that pays.  ``overlap`` and ``buckets`` are those of `export`;
+    ``forbid``, ``expect``, ``max_wire_bytes`` and ``max_memory`` are a contract, as `export` takes it.
     """
 
     profile: str | Profile | None = None
@@ -41,6 +41,7 @@ class BackendOptions:
     memory_budget: float | None = None
     optimizer_states: float = 2.0
     overlap: bool = False
+    buckets: bool = False
     forbid: Any = None
     expect: Any = None
     max_wire_bytes: float | str | None = None
@@ -79,7 +80,7 @@ def spmd(
     if front is None:
         return _plain(gm, example_inputs, chosen)
     memory = None if chosen.memory_budget is None else Memory(chosen.memory_budget, chosen.optimizer_states)
-    how = passes.Options(chosen.profile, chosen.verify, chosen.lower, memory, chosen.overlap)
+    how = passes.Options(chosen.profile, chosen.verify, chosen.lower, memory, chosen.overlap, chosen.buckets)
     program = passes.run(front.captured, how)
     enforce(program, chosen.contract(), 0.0 if memory is None else memory.states, memory)
     halves = compile_halves(program, front.device_mesh, chosen.lower)

@@ -47,6 +47,7 @@ def main() -> None:
 @click.argument("target", metavar="FILE.py:FUNCTION|hf:KIND")
 @click.option("--mesh", required=True, metavar="AXIS=SIZE,...", help="The devices, outermost axis first.")
 @click.option("--profile", metavar="NAME|FILE.toml", help=f"Prices: {', '.join(PROFILES)}, or a file.")
+@click.option("--buckets", is_flag=True, help="Join small collectives where that costs less.")
 @click.option("--overlap", is_flag=True, help="Weight gathers and gradient reductions hide behind computation.")
 @click.option("--placements", "file", type=click.Path(exists=True, dir_okay=False), help="Placements by name, as TOML.")
 @click.option("--backward/--no-backward", default=None, help="The first output is a loss; plan its gradients too.")
@@ -60,9 +61,9 @@ def main() -> None:
 @click.option("--length", default=2048, show_default=True, help="Of hf:KIND: tokens a sequence.")
 @click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
-    target: str, mesh: str, profile: str | None, overlap: bool, file: str | None, backward: bool | None, level: str,
-    forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None, to: str | None,
-    config: str | None, batch: int, length: int,
+    target: str, mesh: str, profile: str | None, overlap: bool, buckets: bool, file: str | None, backward: bool | None,
+    level: str, forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None,
+    to: str | None, config: str | None, batch: int, length: int,
 ) -> None:  # fmt: skip
     """Plan what FUNCTION returns, or a training step of a language model of transformers, and print the program.
 
@@ -81,8 +82,7 @@ def plan(
             asked["placements"] = read_toml(file)
         if profile is not None:
             asked["profile"] = profile
-        if overlap:
-            asked["overlap"] = True
+        asked |= {k: True for k, given in (("overlap", overlap), ("buckets", buckets)) if given}
         if backward is not None:
             asked["backward"] = backward
         contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}

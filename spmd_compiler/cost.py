@@ -60,6 +60,7 @@ class Profile:
     order: tuple[str, ...] = ()
     axis_links: Mapping[str, Link] = field(default_factory=dict)
     repeats_work: bool = True  # False: matmul work is never done twice, whatever it would save on the wire
+    buckets: bool = False  # small collectives of one axis are joined where that costs less (`passes.bucket`)
     overlap: bool = False  # gathers of weights and reductions of gradients run beside computation (`hidden`)
 
     def __hash__(self) -> int:
@@ -173,7 +174,7 @@ def profile_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(made["order"], str) or not all(isinstance(a, str) for a in made["order"]):
             raise SpmdError(f"order is a list of axes from outermost to innermost, not {made['order']!r}")
         made["order"] = tuple(made["order"])
-    for key in made.keys() & {"overlap", "repeats_work"}:
+    for key in made.keys() & {"buckets", "overlap", "repeats_work"}:
         if not isinstance(made[key], bool):
             raise SpmdError(f"{key} is true or false, not {made[key]!r}")
     return made
@@ -203,11 +204,8 @@ def _rates(name: str, given: Any) -> Rates:
     raise SpmdError(f"{name} has rates by bytes of an element, such as {{2 = 6e14, 4 = 3e14}}, not {given!r}")
 
 
-def profile_of(profile: str | Profile | None, overlap: bool = False) -> Profile:
-    """The profile named or given, that of a TOML file, or (None) that of the device at hand; with ``overlap`` one that
-    hides what it can behind computation."""
-    if overlap:
-        return dataclasses.replace(profile_of(profile), overlap=True)
+def profile_of(profile: str | Profile | None) -> Profile:
+    """The profile named or given, that of a TOML file, or (None) that of the device at hand."""
     if isinstance(profile, Profile):
         return profile
     if profile is None:

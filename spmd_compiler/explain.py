@@ -104,6 +104,8 @@ def explain(local: Partitioned, collective: Any, memory: Memory | None = None, s
         final = next(results_of, node)
         value, wanted = _result(joint[origin], final.meta.get("result", 0)), final.meta.get("spec")
         made = f"inside {_op(joint[origin])}{_at(joint[origin])}, which gives {wanted}"
+    if "members" in node.meta:
+        made = f"{node.meta['why']}: {', '.join(node.meta['members'])}"
     users = tuple(dict.fromkeys(_wanted(local, u, node) for u in node.users))
     kind = type_of(value.meta["val"])
     shown = f"{_label(local, value)}{_at(value)}"

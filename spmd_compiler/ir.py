@@ -191,6 +191,7 @@ class Partitioned:
     bound: float = 0.0
     replicated_ops: tuple[str, ...] = ()
     profile: Profile | None = None  # what priced it
+    saved: float = 0.0  # seconds that joined collectives save, of the price of them apart
 
 
 class Emit:

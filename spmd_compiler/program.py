@@ -111,12 +111,12 @@ class Program:
 
     @property
     def price(self) -> float:
-        """Predicted seconds of one step under the profile."""
-        return self.local.price
+        """Predicted seconds of one step under the profile, less what joined collectives save."""
+        return self.local.price - self.local.saved
 
     @property
     def gap(self) -> float:
-        """``(price - proven lower bound) / price``; 0.0 when the two agree to five millionths."""
+        """``(price - proven lower bound) / price`` of collectives apart; 0.0 when the two agree to five millionths."""
         gap = (self.local.price - self.local.bound) / self.local.price if self.local.price else 0.0
         return 0.0 if gap < 5e-6 else gap
 
@@ -337,6 +337,7 @@ def export(
     memory_budget: float | None = None,
     optimizer_states: float = 2.0,
     overlap: bool = False,
+    buckets: bool = False,
     dynamic_shapes: Any = None,
 ) -> Program:
     """Plan a program on a mesh that need not exist: a module, a function, or a `torch.export.ExportedProgram`.
@@ -353,7 +354,8 @@ def export(
     and the peak of live activations fit.  Raises `SpmdError` for bad input, and for a budget that nothing found meets.
 
     With ``overlap`` a step is priced as if gathers of weights and reductions of gradients ran beside computation, and
-    only what they take longer than that, and their starts, counted (a profile's ``overlap`` says the same).
+    only what they take longer than that, and their starts, counted (a profile's ``overlap`` says the same).  With
+    ``buckets`` small collectives of one axis and kind are joined where their starts cost more than copies do.
 
     The contract says what the program must keep, whatever placements lead to: no collective that ``forbid`` names
     (``"all_gather"``, ``"all_gather[tp]"``, ``"*[dp]"``), as many as ``expect`` maps a name to, no more than
@@ -381,7 +383,7 @@ def export(
     )  # fmt: skip
     chosen.check()
     memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
-    options = passes.Options(profile, verify, memory=memory, overlap=overlap)
+    options = passes.Options(profile, verify, memory=memory, overlap=overlap, buckets=buckets)
     family = None
     if captured.dims is None:
         local = passes.run(captured, options)

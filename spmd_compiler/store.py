@@ -51,7 +51,7 @@ DAMAGE = (
     EOFError,
 )  # fmt: skip
 FORMAT, VERSION = "spmd_compiler program", 2  # 1 without dynamic dims
-KEPT = ("phase", "why", "origin", "result", "region", "of", "kept")  # of a node's meta, plain data
+KEPT = ("phase", "why", "origin", "result", "region", "of", "kept", "members", "joined")  # of a node's meta, plain data
 CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -406,7 +406,7 @@ def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
         "outputs": [[o.name, o.kind, encode(o.spec), encode(c.spec), o.of]
                     for o, c in zip(local.outputs, captured.outputs, strict=True)],
         "num_forward_outputs": local.num_forward_outputs,
-        "price": local.price, "bound": local.bound, "replicated_ops": list(local.replicated_ops),
+        "price": local.price, "saved": local.saved, "bound": local.bound, "replicated_ops": list(local.replicated_ops),
         "profile": encode(profile),
         "binding": encode_binding(stored.binding, writer),
         "backward": stored.backward, "states": stored.states,
@@ -483,6 +483,7 @@ def _stored(program: dict[str, Any], tensors: Mapping[str, torch.Tensor], weight
     local = Partitioned(
         reader.graph(program["local"]), inputs, [Output(n, k, s, of) for n, k, s, _, of in outs],
         program["num_forward_outputs"], mesh, captured, price=program["price"], bound=program["bound"],
+        saved=program.get("saved", 0.0),
         replicated_ops=tuple(program["replicated_ops"]), profile=profile,
     )  # fmt: skip
     binding = dataclasses.replace(decode_binding(program["binding"], reader), weights=dict(weights))

@@ -6,6 +6,9 @@ does.  `compare` runs all simulated ranks on random inputs beside the global gra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.fx import Node
@@ -47,6 +50,8 @@ def derive(local: Partitioned) -> None:
             )
         if "value" in node.meta:
             _check_move(node, local.mesh)
+        elif "joined" in node.meta:
+            _check_joined(node, local.mesh)
         elif node.op == "call_function" and "choice" in node.meta:
             _check_choice(node, joint[node.meta["origin"]])
 
@@ -63,6 +68,28 @@ def _check_move(node: Node, mesh: Mesh) -> None:
             raise VerificationError(f"{_where(node)}: permute from {source} to {target}")
         return
     axis = coll.axes_of(node)[0] if coll.is_collective(node) else (changed or [""])[0]
+    op = coll.reduce_op(node) if coll.is_collective(node) else None
+    _check_axis(node, node.target, axis, op, source, target, mesh)
+
+
+def _check_joined(node: Node, mesh: Mesh) -> None:
+    """One member of a joined collective: what that does leads from the member's operand's spec to its own."""
+    kind, source, axis, op = node.meta["joined"]
+    whole = next((n for n in _above(node) if coll.is_collective(n)), None)
+    if whole is None or (coll.KINDS[whole.target], coll.axes_of(whole), coll.reduce_op(whole)) != (kind, (axis,), op):
+        raise VerificationError(f"{_where(node)}: it is no part of {kind} over {axis}")
+    _check_axis(node, whole.target, axis, op, source, node.meta["spec"], mesh)
+
+
+def _above(node: Node) -> Iterator[Node]:
+    """The nodes that lead to one, through first operands."""
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _check_axis(node: Node, call: Any, axis: str, op: str | None, source: Spec, target: Spec, mesh: Mesh) -> None:
+    changed = [a for a in source.axes if source[a] != target[a]]
     if changed != [axis]:
         raise VerificationError(f"{_where(node)}: one collective over {axis} leads from {source} to {target}")
     old, new = source[axis], target[axis]
@@ -72,15 +99,15 @@ def _check_move(node: Node, mesh: Mesh) -> None:
         coll.all_gather: isinstance(old, Shard) and isinstance(new, Replicate),
         coll.all_to_all: isinstance(old, Shard) and isinstance(new, Shard),
         slice_op: isinstance(old, Replicate) and isinstance(new, Shard),
-    }.get(node.target, False)
-    if node.target is alias_op and mesh[axis] == 1:
+    }.get(call, False)
+    if call is alias_op and mesh[axis] == 1:
         return
     inner = not isinstance(old, Shard) or source.axes_of(old.dim)[-1] == axis
     innermost = not isinstance(new, Shard) or target.axes_of(new.dim)[-1] == axis
     if isinstance(old, Partial) and legal:
-        legal = coll.reduce_op(node) == old.reduce_op
+        legal = op == old.reduce_op
     if not (legal and inner and innermost):
-        raise VerificationError(f"{_where(node)}: {node.target} does not lead from {source} to {target}")
+        raise VerificationError(f"{_where(node)}: {call} does not lead from {source} to {target}")
 
 
 def _check_choice(node: Node, origin: Node) -> None:
