@@ -38,7 +38,7 @@ class BackendOptions:
     verify: bool = False
     lower: str = "inductor"
     mesh: Any = None
-    memory_budget: float | None = None
+    memory_budget: float | str | None = None
     optimizer_states: float = 2.0
     overlap: bool = False
     buckets: bool = False
@@ -60,7 +60,11 @@ class BackendOptions:
             raise SpmdError(f"option lower={options.lower!r}: use 'inductor' or 'eager'")
         profile_of(options.profile)
         options.contract()
+        options.memory()
         return options
+
+    def memory(self) -> Memory | None:
+        return Memory.of(self.memory_budget, self.optimizer_states)
 
     def contract(self) -> Contract:
         return Contract.of(self.forbid, self.expect, self.max_wire_bytes, self.max_memory)
@@ -79,10 +83,10 @@ def spmd(
     front = capture_graph(gm, mesh)
     if front is None:
         return _plain(gm, example_inputs, chosen)
-    memory = None if chosen.memory_budget is None else Memory(chosen.memory_budget, chosen.optimizer_states)
+    contract, memory = chosen.contract().on(front.captured.mesh), chosen.memory()
     how = passes.Options(chosen.profile, chosen.verify, chosen.lower, memory, chosen.overlap, chosen.buckets)
     program = passes.run(front.captured, how)
-    enforce(program, chosen.contract(), 0.0 if memory is None else memory.states, memory)
+    enforce(program, contract, chosen.optimizer_states, memory)
     halves = compile_halves(program, front.device_mesh, chosen.lower)
     run = Runner(
         program, halves, front.device_mesh, is_global=front.is_global, differentiable=front.differentiable

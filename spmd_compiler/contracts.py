@@ -10,7 +10,7 @@ from typing import Any
 
 from .collectives import Collective
 from .diff import Diff
-from .placements import SpmdError
+from .placements import Mesh, SpmdError
 from .text import COLLECTIVES, readable, size
 
 
@@ -69,6 +69,15 @@ class Contract:
 
     def __bool__(self) -> bool:
         return self != Contract()
+
+    def on(self, mesh: Mesh) -> Contract:
+        """Itself.  Raises `SpmdError` for an axis that ``mesh`` lacks: a term of it would never break."""
+        for name in (*self.forbid, *(n for n, _ in self.expect)):
+            on = name.rstrip("]").partition("[")[2]
+            for axis in filter(None, on.split("/")):
+                if not fnmatch.filter(mesh.axes, axis):
+                    raise SpmdError(f"{name!r}: {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+        return self
 
     def broken(self, made: Sequence[Collective], memory: Mapping[str, int]) -> list[Broken]:
         """The terms that a program breaks, given its collectives and what a device holds."""

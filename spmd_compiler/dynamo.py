@@ -1,23 +1,28 @@
 """How Dynamo sees DTensors while it traces for this compiler: as plain tensors of global shape.
 
 Dynamo would run DTensor's own propagation while it traces, and fail where that does (a plain tensor beside a
-DTensor, an op without a strategy).  `install` replaces five of its methods by ones that do as before unless the
+DTensor, an op without a strategy).  `install` replaces seven of its functions by ones that do as before unless the
 active compiler is ours; then
 
 * a DTensor input becomes a fake tensor of its global shape, which is guarded (Dynamo's guard on its spec stays);
 * ``DTensor.from_local``, ``.to_local()``, ``.redistribute()`` and ``.full_tensor()`` become the operators of
   `annotations`, ``.placements`` and ``.device_mesh`` answer, and ``isinstance(x, DTensor)`` says whether ``x`` is a
-  global value: computed from a DTensor and not made local since.
+  global value: computed from a DTensor and not made local since;
+* an op on global values whose result's shape depends on data is an error, and so are more programs of one function than
+  Dynamo keeps: without a program the function would run eagerly, on DTensors.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo import config, convert_frame
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import proxy_args_kwargs
@@ -36,7 +41,7 @@ from torch.fx.node import map_arg
 
 from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op
 from .dtensors import placements_for, spec_from
-from .placements import Mesh, Spec, SpmdError
+from .placements import Mesh, Spec, SpmdError, depends_on_data
 
 _BACKENDS: set[Any] = set()
 
@@ -302,6 +307,14 @@ def propagated_placements(node: Node) -> tuple[Any, ...] | None:
     return env[node].placements if isinstance(env[node], DTensor) else None
 
 
+def _refuse_break(tx: Any, node: Node, error: Unsupported) -> None:
+    """Raise `SpmdError` where a graph would break at an op of global values whose result's shape depends on data:
+    DTensors would run it eagerly, and fail."""
+    if (error.gb_type or "").startswith("Dynamic shape") and any(map(global_mesh, node.all_input_nodes)):
+        frame, op = tx.frame_summary(), getattr(error.__cause__, "func", node.target)
+        raise depends_on_data(f"{os.path.basename(frame.filename)}:{frame.lineno}", str(op)) from None
+
+
 METHODS = {"redistribute": _redistribute, "to_local": _to_local, "full_tensor": _full_tensor}
 ATTRIBUTES = {"placements": known_placements, "device_mesh": global_mesh}
 
@@ -318,6 +331,7 @@ def install() -> None:
     var_getattr = tensor.TensorVariable.var_getattr
     call_isinstance = builtin.BuiltinVariable.call_isinstance
     call_function = torch_variables.TorchInGraphFunctionVariable.call_function
+    convert, fake_value = convert_frame.ConvertFrameAssert.__call__, builder.get_fake_value
 
     @functools.wraps(wrap_input)
     def our_wrap_input(e: Any, tx: Any, **kwargs: Any) -> Any:
@@ -358,6 +372,34 @@ def install() -> None:
             return builder.ConstantVariable.create(value=value, source=self.source)
         return wrap_float(self, value)
 
+    @functools.wraps(fake_value)
+    def our_fake_value(node: Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fake_value(node, tx, *args, **kwargs)
+        except Unsupported as error:
+            if _active(tx):
+                _refuse_break(tx, node, error)
+            raise
+
+    @functools.wraps(convert)
+    def our_convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(self._torchdynamo_orig_backend):
+            return convert(self, *args, **kwargs)
+        # each size is a program of its own, and without a program DTensors would run eagerly: an error at the end
+        limit = config.accumulated_recompile_limit
+        try:
+            with config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+                return convert(self, *args, **kwargs)
+        except FailOnRecompileLimitHit:
+            code = args[0].f_code
+            raise SpmdError(
+                f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}: {code.co_name} has {limit} programs, one "
+                "for each size and constant that it was called with; pad its inputs to a few sizes, or raise "
+                "torch._dynamo.config.accumulated_recompile_limit"
+            ) from None
+
+    convert_frame.ConvertFrameAssert.__call__ = our_convert
+    builder.get_fake_value = our_fake_value
     builder.VariableBuilder.wrap_symfloat = our_wrap_float
     builder.wrap_to_fake_tensor_and_record = our_wrap_input
     tensor.TensorVariable.call_method = our_call_method

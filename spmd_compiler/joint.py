@@ -30,7 +30,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._sympy import functions as torch_functions
@@ -41,7 +46,7 @@ from .dims import Dims, Guard
 from .family import fake_at
 from .ir import Captured, Input, Output, project_path, source_line
 from .ops.random import is_random
-from .placements import Mesh, Spec, SpmdError
+from .placements import Mesh, Spec, SpmdError, depends_on_data
 from .symbolic import dim, number, real
 
 aten = torch.ops.aten
@@ -237,12 +242,7 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
         with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers():
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
-        what = str(error) or type(error).__name__
-        raise SpmdError(
-            f"{_user_line(error)}: {what} gives a shape or a number that depends on data, which a program planned "
-            "ahead can't have; mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the "
-            "compiled function"
-        ) from error
+        raise depends_on_data(_user_line(error), str(error) or type(error).__name__) from error
 
 
 @contextlib.contextmanager
@@ -309,10 +309,12 @@ def check_dense(values: Sequence[Any]) -> None:
             raise SpmdError(f"an argument of shape {shape} is quantized ({value.dtype}); give it as dequantize()")
 
 
-def _check_strided(gm: GraphModule) -> None:
-    """Raise `SpmdError` where the program makes a sparse tensor."""
+def _check_values(gm: GraphModule) -> None:
+    """Raise `SpmdError` where the program makes a sparse tensor, or one whose shape depends on data."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
+        if free_unbacked_symbols(value):
+            raise depends_on_data(source_line(node) or node.name, str(node.target))
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise SpmdError(
                 f"{node.name} ({source_line(node)}): {node.target} makes a sparse tensor, which has no placement; use "
@@ -524,7 +526,7 @@ def assemble(
     """The `Front` of an exported joint graph, from the descriptors of its placeholders and outputs."""
     gm: GraphModule = joint.graph_module
     gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
-    _check_strided(gm)
+    _check_values(gm)
     _release_checks(gm)
     _check_bodies(gm)
     constants = _lift_constants(gm, fake_mode)

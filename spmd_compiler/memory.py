@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.fx import Graph, Node
 
 from .ir import Output, Partitioned, is_getitem, nbytes, producer, results
 from .placements import SpmdError
-from .text import readable
+from .text import readable, size
 
 T = TypeVar("T")
 RATES = (1.0, 10.0, 100.0, 1e3)  # of memory against all else, until it fits
@@ -102,6 +103,13 @@ class Memory:
 
     budget: float
     states: float = 2.0
+
+    @staticmethod
+    def of(budget: Any, states: Any = 2.0) -> Memory | None:
+        """Of bytes, or a text such as ``"60GiB"``; None for None.  Raises `SpmdError` for what is neither."""
+        if not isinstance(states, (int, float)) or isinstance(states, bool) or not 0 <= states < math.inf:
+            raise SpmdError(f"optimizer_states={states!r}: how many times the bytes of what trains, such as 2 (AdamW)")
+        return None if budget is None else Memory(size(budget), states)
 
 
 @dataclass(frozen=True)

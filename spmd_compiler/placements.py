@@ -22,6 +22,14 @@ class SpmdError(ValueError):
     """Bad input: names the node, the source line, the placements and the remedy."""
 
 
+def depends_on_data(where: str, what: str) -> SpmdError:
+    """The error of an op whose result's shape, or a number, is known only when it has run."""
+    return SpmdError(
+        f"{where}: {what} gives a shape or a number that depends on data, which a program planned ahead can't have; "
+        "mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the compiled function"
+    )
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A named grid of devices that needs no process group.
@@ -181,7 +189,9 @@ class Spec:
             reverse = True
         elif isinstance(placements, Placement):
             placements = [placements]
-        elif not isinstance(placements, Sequence):
+        elif placements == "auto":
+            raise SpmdError('"auto" is for `export`; parallelize(model, mesh, program) takes what that chose')
+        elif not isinstance(placements, Sequence) or isinstance(placements, str):
             raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
         placements = [parse_placement(p) if isinstance(p, str) else p for p in placements]
         if len(placements) != len(mesh.axes):

@@ -334,7 +334,7 @@ def export(
     expect: Any = None,
     max_wire_bytes: float | str | None = None,
     max_memory: float | str | None = None,
-    memory_budget: float | None = None,
+    memory_budget: float | str | None = None,
     optimizer_states: float = 2.0,
     overlap: bool = False,
     buckets: bool = False,
@@ -349,7 +349,8 @@ def export(
     With ``backward`` the first output is a scalar loss, and gradients of all parameters and inputs that require
     one are outputs too.
 
-    What is ``"auto"`` is placed by the solver, gradients as their parameters; with ``memory_budget``, bytes a device,
+    What is ``"auto"`` is placed by the solver, gradients as their parameters; with ``memory_budget``, bytes a device
+    (a number or ``"60GiB"``),
     so that parameters, gradients, optimizer states (``optimizer_states`` times the bytes of what trains; AdamW's are 2)
     and the peak of live activations fit.  Raises `SpmdError` for bad input, and for a budget that nothing found meets.
 
@@ -368,7 +369,8 @@ def export(
     for each at its first call.
     """
     mesh = Mesh.of(mesh)
-    contract = Contract.of(forbid, expect, max_wire_bytes, max_memory)
+    contract = Contract.of(forbid, expect, max_wire_bytes, max_memory).on(mesh)
+    memory = Memory.of(memory_budget, optimizer_states)
     for what, value, kinds in (("args", args, (tuple, list)), ("kwargs", kwargs or {}, Mapping),
                                ("placements", placements or {}, Mapping), ("backward", backward, bool)):  # fmt: skip
         if not isinstance(value, kinds):
@@ -382,14 +384,12 @@ def export(
         dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
     chosen.check()
-    memory = None if memory_budget is None else Memory(memory_budget, optimizer_states)
     options = passes.Options(profile, verify, memory=memory, overlap=overlap, buckets=buckets)
     family = None
     if captured.dims is None:
         local = passes.run(captured, options)
     else:
         local, family = passes.run_family(captured, options)
-    states = 0.0 if memory is None else optimizer_states
     stage("checking the contract")
-    enforce(local, contract, states, memory)
-    return Program(local, binding, backward, states, memory, family)
+    enforce(local, contract, optimizer_states, memory)
+    return Program(local, binding, backward, optimizer_states, memory, family)

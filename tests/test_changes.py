@@ -67,6 +67,24 @@ def test_batch_sizes(gloo4, order):
     assert gloo4(sizes, order) == [len(order)] * 4
 
 
+def many():
+    """More sizes than Dynamo's own limit of programs; past the one that it keeps, an error says what to do."""
+    counts = range(1, 13)
+    sizes([(n, S) for n in counts])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    step = torch.compile(lambda x: x.sin().sum(), backend="spmd", options={"lower": "eager"})
+    with torch._dynamo.config.patch(accumulated_recompile_limit=len(counts)):
+        for n in counts:
+            step(distribute_tensor(torch.randn(n, 6), mesh, [S, R]))
+        with pytest.raises(spmd.SpmdError, match=r"test_changes.py:\d+: <lambda> has 12 programs.*pad its inputs"):
+            step(distribute_tensor(torch.randn(20, 6), mesh, [S, R]))
+    return len(counts)
+
+
+def test_more_sizes_than_programs_kept(gloo4):
+    assert gloo4(many) == [12] * 4
+
+
 def twice():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _, _, step = pair(mesh)
@@ -89,6 +107,10 @@ def again():
     model = spmd.parallelize(nn.Linear(4, 4), mesh, {"weight": {"tp": S}})
     spmd.parallelize(model, mesh, {"weight": {"tp": S}})  # nothing to do
     spmd.parallelize(model, mesh)
+    with pytest.raises(spmd.SpmdError, match=r"'weight'.*export"):
+        spmd.parallelize(nn.Linear(4, 4), mesh, {"weight": "auto"})
+    with pytest.raises(spmd.SpmdError, match=r"'weight'.*'S0' is no placement"):
+        spmd.parallelize(nn.Linear(4, 4), mesh, {"weight": "S0"})
     with pytest.raises(spmd.SpmdError, match=r"'weight'.*already"):
         spmd.parallelize(model, mesh, {"weight": {"tp": Shard(1)}})
     program = spmd.export(nn.Linear(4, 4), (torch.ones(2, 4),), mesh={"a": 2})

@@ -83,6 +83,13 @@ class Batch:
         ({"profile": 3}, "not 3"),
         ({"backward": "yes"}, "True or False"),
         ({"mesh": 3}, "int"),
+        ({"memory_budget": "much"}, "'much' is no number of bytes"),
+        ({"memory_budget": -1}, "-1 is no number of bytes"),
+        ({"memory_budget": float("nan")}, "nan is no number of bytes"),
+        ({"optimizer_states": -1}, "optimizer_states=-1"),
+        ({"optimizer_states": "two"}, "optimizer_states='two'"),
+        ({"forbid": "all_gather[zz]"}, "no axis 'zz'"),
+        ({"expect": {"*[zz]": 1}}, "no axis 'zz'"),
     ],
 )
 def test_arguments_of_export(arguments, words):
@@ -148,11 +155,21 @@ def test_programs_that_cannot_be_traced(fn, words):
         spmd.export(fn, (torch.ones(4, requires_grad=True),), mesh=MESH, backward=True)
 
 
+@torch.library.custom_op("spmd_tests::spread", mutates_args=())
+def spread(x: torch.Tensor) -> torch.Tensor:
+    return x.amax() - x.amin()
+
+
+@spread.register_fake
+def _(x):
+    return x.new_empty(())
+
+
 def test_an_op_without_a_rule_is_named_and_right():
     x = torch.randn(4, 4, dtype=torch.float64)
-    program = spmd.export(torch.median, (x,), mesh=MESH, placements={"args.0": {"dp": Shard(0)}})
-    assert program.replicated_ops == ("aten.median.default",)
-    torch.testing.assert_close(program.simulate(x), x.median())
+    program = spmd.export(spread, (x,), mesh=MESH, placements={"args.0": {"dp": Shard(0)}})
+    assert program.replicated_ops == ("spmd_tests.spread.default",)
+    torch.testing.assert_close(program.simulate(x), x.amax() - x.amin())
 
 
 def test_constraints_are_met_or_refused():
