@@ -30,12 +30,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    free_unbacked_symbols,
-)
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._sympy import functions as torch_functions
@@ -313,7 +309,7 @@ def _check_values(gm: GraphModule) -> None:
     """Raise `SpmdError` where the program makes a sparse tensor, or one whose shape depends on data."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if free_unbacked_symbols(value):
+        if symbolic_shapes.free_unbacked_symbols(value):
             raise depends_on_data(source_line(node) or node.name, str(node.target))
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise SpmdError(
