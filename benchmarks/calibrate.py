@@ -1,10 +1,11 @@
 """Measures a profile on the machine at hand (gloo, CPU) and says how well it predicts the steps of three models.
 
-    python -m benchmarks.calibrate [--processes 2] [--output machine.toml] [--steps 20]
+    python -m benchmarks.calibrate [--mesh a=2,b=2] [--output machine.toml] [--steps 20]
 
 Every process works at once, on one thread, as in a step; each figure is the least of its repetitions, and the slowest
-process's counts.  ``alpha`` and ``bandwidth`` are fitted to all collectives at all sizes under the model that prices
-them, ``alpha sqrt(steps) + wire bytes / bandwidth`` (least squares of relative errors); the table shows how it fits.
+process's counts.  For each axis of the mesh, ``alpha`` and ``bandwidth`` are fitted to all collectives at all sizes,
+and to each kind by itself, under the model that prices them, ``alpha sqrt(steps) + wire bytes / bandwidth`` (least
+squares of relative errors); the table shows how the kinds' own fit.  Rates of products and of memory are by dtype.
 The TOML file is what ``profile=`` and ``--profile`` take.  Steps run the local graph as it is (``lower="eager"``): a
 price counts each operator's own traffic, which Inductor's fusion would lessen.  They take milliseconds, so that on a
 machine which others use some of them go undisturbed.
@@ -26,6 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from spmd_compiler.collectives import wire_bytes
+from spmd_compiler.cost import Link
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = [2**n for n in range(12, 25, 2)]  # bytes of the larger of operand and result
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -46,17 +50,17 @@ def least(call: Callable[[], Any], count: int) -> float:
     return float(slowest)
 
 
-def collective(kind: str, size: int, processes: int) -> tuple[Callable[[], Any], int]:
+def collective(kind: str, size: int, processes: int, group: Any) -> tuple[Callable[[], Any], int]:
     """A call of a collective whose larger side has ``size`` bytes, and the bytes of its result."""
     whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // processes)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole), size
+        return lambda: dist.all_reduce(whole, group=group), size
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part), size
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group), size
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole), size // processes
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group), size // processes
     received = torch.zeros_like(whole)
-    return lambda: dist.all_to_all_single(received, whole), size
+    return lambda: dist.all_to_all_single(received, whole, group=group), size
 
 
 def fit(rows: list[tuple[str, float, float, float]]) -> tuple[float, float]:
@@ -68,21 +72,21 @@ def fit(rows: list[tuple[str, float, float, float]]) -> tuple[float, float]:
     return float(max(alpha, 1e-9)), float(1 / max(slope, 1e-15))
 
 
-def links(processes: int, count: int, say: Callable[[str], None]) -> tuple[float, float]:
-    from spmd_compiler.collectives import wire_bytes
-
+def links(mesh: dist.DeviceMesh, axis: str, count: int, say: Callable[[str], None]) -> Link:
+    """The link of an axis, with each kind of collective's own."""
+    processes, group = mesh.size(mesh.mesh_dim_names.index(axis)), mesh.get_group(axis)  # type: ignore[union-attr]
     rows = []
     for kind in KINDS:
         for size in SIZES:
-            call, result = collective(kind, size, processes)
+            call, result = collective(kind, size, processes, group)
             steps = {"all_reduce": 2 * (processes - 1), "all_to_all": 1}.get(kind, processes - 1)
             rows.append((kind, math.sqrt(steps), wire_bytes(kind, result, processes), least(call, count)))
-    alpha, bandwidth = fit(rows)
-    say(f"{'collective':<16}" + "".join(f"{size // 1024:>14} KiB" for size in SIZES))
-    for kind in KINDS:
-        of_kind = [(s, alpha * root + wire / bandwidth) for k, root, wire, s in rows if k == kind]
+    kinds = {kind: Link(*fit([r for r in rows if r[0] == kind])) for kind in KINDS}
+    say(f"{'axis ' + axis:<16}" + "".join(f"{size // 1024:>14} KiB" for size in SIZES))
+    for kind, own in kinds.items():
+        of_kind = [(s, own.alpha * root + wire / own.bandwidth) for k, root, wire, s in rows if k == kind]
         say(f"{kind:<16}" + "".join(f"{s * 1e6:>9.0f} ({p * 1e6:>6.0f})" for s, p in of_kind))
-    return alpha, bandwidth
+    return Link(*fit(rows), kinds)
 
 
 def matmul(element: int, count: int) -> float:
@@ -92,11 +96,11 @@ def matmul(element: int, count: int) -> float:
     return 8.0 * rows * dim**2 / least(lambda: x @ weight.T, count)
 
 
-def memory(count: int) -> float:
+def memory(element: int, count: int) -> float:
     """Bytes/s of a sum of two operands beyond the caches."""
-    a, b = torch.randn(2**23), torch.randn(2**23)
+    a, b = (torch.zeros(2**25 // element, dtype=DTYPES[element]) for _ in range(2))
     out = torch.empty_like(a)
-    return 3.0 * a.numel() * 4 / least(lambda: torch.add(a, b, out=out), count)
+    return 3.0 * a.numel() * element / least(lambda: torch.add(a, b, out=out), count)
 
 
 def launch(count: int) -> float:
@@ -112,15 +116,22 @@ def launch(count: int) -> float:
 
 
 def profile_text(
-    processes: int, rates: dict[int, float], bytes_s: float, start: float, link: tuple[float, float]
-) -> str:
-    alpha, bandwidth = link
-    both = f"{{ alpha = {alpha:.3g}, bandwidth = {bandwidth:.3g} }}"
-    return "\n".join([
-        'base = "cpu"', f"memory = {bytes_s:.3g}", f"launch = {start:.3g}", f"node_size = {processes}",
-        f"intra = {both}", f"inter = {both}", "", "[matmul]  # flop/s by bytes an element",
-        *(f"{element} = {rate:.3g}" for element, rate in rates.items()), "",
-    ])  # fmt: skip
+    rates: dict[int, float], memory_rates: dict[int, float], start: float, axes: dict[str, Link]
+) -> str:  # fmt: skip
+    """A profile as TOML.  A link that no axis names is that of the innermost axis measured."""
+
+    def table(name: str, link: Link) -> list[str]:
+        own = [f"{k} = {{ alpha = {v.alpha:.3g}, bandwidth = {v.bandwidth:.3g} }}" for k, v in link.kinds.items()]
+        return ["", f"[{name}]", f"alpha = {link.alpha:.3g}", f"bandwidth = {link.bandwidth:.3g}", *own]
+
+    inner = list(axes.values())[-1]
+    lines = ['base = "cpu"', f"launch = {start:.3g}"]
+    for name, found in (("matmul", rates), ("memory", memory_rates)):  # by bytes an element
+        lines += ["", f"[{name}]", *(f"{element} = {rate:.3g}" for element, rate in found.items())]
+    lines += table("intra", inner) + table("inter", next(iter(axes.values())))
+    for axis, link in axes.items():
+        lines += table(f"axis_links.{axis}", link)
+    return "\n".join([*lines, ""])
 
 
 # --- what it predicts -----------------------------------------------------------------------------------------
@@ -136,7 +147,7 @@ class Perceptron(nn.Module):
 
 
 def models() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]]:
-    """By name: a model, its arguments and placements on the axis ``x``."""
+    """By name: a model, its arguments and placements on the axis ``x``, the innermost."""
     from benchmarks.models import ResNet
     from llama import MEGATRON, Config, Llama
     from spmd_compiler import Shard
@@ -155,8 +166,10 @@ def models() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, A
 def predict(profile: str, mesh: dist.DeviceMesh, count: int, say: Callable[[str], None]) -> None:
     from spmd_compiler.program import export
 
+    inner = mesh.mesh_dim_names[-1]  # type: ignore[index]
     say(f"{'step':<24} {'predicted, ms':>14} {'measured, ms':>14} {'ratio':>7} {'wire, KiB':>10}")
     for name, (model, args, placements) in models().items():
+        placements = {n: {inner: cut["x"]} for n, cut in placements.items()}
         program = export(model, args, mesh=mesh, placements=placements, backward=True, profile=profile)
         step = program.compile(mesh, lower="eager")
         measured = least(lambda step=step, args=args: step(*args), count)  # type: ignore[misc]
@@ -167,36 +180,41 @@ def predict(profile: str, mesh: dist.DeviceMesh, count: int, say: Callable[[str]
 def worker(rank: int, o: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=o.processes)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=math.prod(o.mesh.values()))
 
     def say(line: str) -> None:
         if rank == 0:
             print(line, flush=True)
 
-    say(f"{o.processes} processes; microseconds, measured (as priced)")
-    link = links(o.processes, o.steps, say)
+    mesh = dist.init_device_mesh("cpu", tuple(o.mesh.values()), mesh_dim_names=tuple(o.mesh))
+    say(f"{mesh.size()} processes; microseconds, measured (as priced)")
+    axes = {axis: links(mesh, axis, o.steps, say) for axis in o.mesh}
     rates = {element: matmul(element, o.steps) for element in DTYPES}
-    text = profile_text(o.processes, rates, memory(o.steps), launch(o.steps), link)
+    text = profile_text(rates, {element: memory(element, o.steps) for element in DTYPES}, launch(o.steps), axes)
     path = o.output or f"{store}.toml"
     if rank == 0:
         Path(path).write_text(text)
     say("\n" + text)
     dist.barrier()
-    mesh = dist.init_device_mesh("cpu", (o.processes,), mesh_dim_names=("x",))
     predict(path, mesh, o.steps, say)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def sizes(text: str) -> dict[str, int]:
+    """``a=2,b=2``"""
+    return {axis: int(n) for axis, _, n in (part.partition("=") for part in text.split(","))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--mesh", type=sizes, default={"x": 2}, help="processes by axis, outermost first: a=2,b=2")
     parser.add_argument("--output", help="where to write the profile (TOML)")
     parser.add_argument("--steps", type=int, default=50, help="repetitions of everything")
     o = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, (o, os.path.join(folder, "store")), nprocs=o.processes)
+        torch.multiprocessing.spawn(worker, (o, os.path.join(folder, "store")), nprocs=math.prod(o.mesh.values()))
 
 
 if __name__ == "__main__":

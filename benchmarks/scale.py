@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import resource
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.compile_time import alone, timed
+from benchmarks.compile_time import alone, planned
 
 
 @dataclass(frozen=True)
@@ -80,25 +79,13 @@ class Summed(torch.nn.Module):
 
 def run(case: Case, profile: str) -> str:
     torch.set_num_threads(1)
-    from spmd_compiler import passes
-    from spmd_compiler.capture import capture_function
-    from spmd_compiler.cost import profile_of
-    from spmd_compiler.placements import Mesh
-    from spmd_compiler.program import Placements
-
     model, args, placements = llama(case.mesh, case.layers) if case.layers else linear(case.mesh)
-    mesh, prices = Mesh(case.mesh), profile_of(profile)
-    began = time.process_time()
-    captured, _ = capture_function(model, args, mesh=mesh, specs=Placements(mesh, placements, model), backward=True)
-    trace = time.process_time() - began
-    annotate, annotated = timed(lambda: passes.unmerge.run(passes.annotate.run(captured)))
-    propagate, plan = timed(passes.propagate.run, annotated, mesh, prices)
-    partition, local = timed(passes.partition.run, annotated, plan, mesh, prices)
-    gap = max(0.0, (local.price - local.bound) / local.price)
+    p = planned(model, args, case.mesh, placements, profile)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (
-        f"{case.name:<28} {len(annotated.graph.graph.nodes):6d} {trace:6.1f} {annotate + propagate:9.1f} "
-        f"{partition:10.1f} {plan.solution.columns:9d} {gap:8.1e} {local.price * 1e3:10.3f} {peak:9.2f}"
+        f"{case.name:<28} {p.nodes:6d} {p.seconds['trace']:6.1f} "
+        f"{p.seconds['annotate'] + p.seconds['propagate']:9.1f} {p.seconds['partition']:10.1f} {p.columns:9d} "
+        f"{p.gap:8.1e} {p.local.price * 1e3:10.3f} {peak:9.2f}"
     )
 
 

@@ -22,11 +22,18 @@ def test_links_are_found_again(tmp_path):
             rows.append((kind, math.sqrt(steps), wire, seconds))
             prices.append((kind, size, seconds))
     path = tmp_path / "machine.toml"
-    path.write_text(profile_text(parts, {2: 1e11, 4: 5e10, 8: 2e10}, 2.5e10, 3e-6, fit(rows)))
+    own = Link(1e-4, 1e9)
+    found = Link(*fit(rows), {"all_to_all": own})
+    rates = {2: 1e11, 4: 5e10, 8: 2e10}
+    path.write_text(profile_text(rates, {2: 1e10, 4: 2.5e10}, 3e-6, {"x": found, "y": known}))
     profile = profile_of(str(path))
     for kind, size, seconds in prices:
+        if kind == "all_to_all":
+            seconds = own.alpha + wire_bytes(kind, size, parts) / own.bandwidth
         assert profile.collective(mesh, kind, ("x",), size) == pytest.approx(seconds, rel=1e-2)
-    assert profile.matmul == {2: 1e11, 4: 5e10, 8: 2e10} and (profile.memory, profile.launch) == (2.5e10, 3e-6)
+    assert profile.matmul == rates and (profile.memory, profile.launch) == ({2: 1e10, 4: 2.5e10}, 3e-6)
+    assert profile.collective(Mesh({"y": 2}), "permute", ("y",), 1e6) == pytest.approx(known.alpha + 1e6 / 2e9)
+    assert profile.collective(Mesh({"z": 2}), "permute", ("z",), 1e6) == pytest.approx(known.alpha + 1e6 / 2e9)
 
 
 def test_a_link_that_costs_nothing_is_still_a_link():
