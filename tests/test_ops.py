@@ -9,6 +9,8 @@ import itertools
 import math
 import zlib
 
+import ops_cases_compute  # noqa: F401  (fills CASES)
+import ops_cases_move  # noqa: F401
 import pytest
 import torch
 from ops_cases import CASES, MESHES, NO_RULE

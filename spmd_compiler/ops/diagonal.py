@@ -71,17 +71,17 @@ class Diagonal:
             x = e.call(aten.diagonal.default, x, first + self.offset, self.rows, self.columns)
         return e.fetch(x, self.ndim - 2, self.row, real, [[r] for r in e.pieces(self.row, self.length)])
 
-    def put(self, e: Emit, x: Node | None, vector: Node) -> Node:
-        """A local matrix (None: of zeros) with the local piece of the vector in its diagonal."""
+    def put(self, e: Emit, x: Node, vector: Node) -> Node:
+        """A local matrix with the local piece of the vector in its diagonal."""
         have = e.pieces(self.row, self.length)
         vector = e.fetch(vector, self.ndim - 2, self.row, have, [[r] for r in self.own(e)])
         order = [*self.rest, self.rows, self.columns]
         made = e.call(aten.unsqueeze.default, vector, self.ndim - 1)
         made = e.call(aten.permute.default, made, [order.index(d) for d in range(self.ndim)])
-        return e.call(aten.where.self, self.hit(e, vector), made, constant(e, 0, vector) if x is None else x)
+        return e.call(aten.where.self, self.hit(e, vector), made, x)
 
 
-@define(aten.diagonal.default, aten.diagonal_copy.default)
+@define(aten.diagonal.default)
 def _(node: Node) -> Rule | None:
     d = Diagonal(node, node.args[0].meta["val"], node.meta["val"])
 
@@ -89,16 +89,6 @@ def _(node: Node) -> Rule | None:
         return d.taken(e, x) if d.sharded(e) else same(e, x, *args, **kwargs)
 
     return moved(node, [d.matrix], [d.vector], windows=[d.row], form=form)
-
-
-@define(aten.diag_embed.default)
-def _(node: Node) -> Rule | None:
-    d = Diagonal(node, node.meta["val"], node.args[0].meta["val"])
-
-    def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
-        return d.put(e, None, x) if d.sharded(e) else same(e, x, *args, **kwargs)
-
-    return moved(node, [d.vector], [d.matrix], windows=[d.row], form=form)
 
 
 @define(aten.diagonal_scatter.default)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, is_tensor, operands, results
+from ..ir import Emit, is_tensor, operands
 from ..rules import ANY_OP, Dims, Rule, define, dims, fit
 from .forms import both, constant, first, local_index, padded, positions, uneven, zero_unless
 from .known import Tie, tie
@@ -43,30 +43,6 @@ def _(node: Node) -> Rule | None:
         return zero_unless(e, inside, e.call(aten.embedding.default, weight, index))
 
     return fit(node, [(("v",), ("d",)), ids], [(*ids, ("d",))], [[0]], form=form)
-
-
-@define(aten.embedding_dense_backward.default)
-def _(node: Node) -> Rule | None:
-    ids = dims("b", node.args[1].meta["val"].dim())
-    by_count = bool(node.args[4])
-
-    def form(e: Emit, grad: Node, index: Node, rows: int, padding: int, scale: bool) -> Node:
-        if not e.axes("v"):
-            return e.call(aten.embedding_dense_backward.default, grad, index, rows, padding, scale)
-        if padding >= 0:
-            grad = zero_unless(e, e.call(aten.ne.Scalar, index, padding), grad)
-        index, inside = local_index(e, index, "v")
-        extra = uneven(e, "v")
-        size = e.size("v")
-        made = e.call(
-            aten.embedding_dense_backward.default, zero_unless(e, inside, grad), index, size + int(extra), -1, False
-        )
-        return e.call(aten.slice.Tensor, made, 0, 0, size) if extra else made
-
-    return fit(
-        node, [(*ids, ("d",)), ids], [(("v",), ("d",))], [[0]], form=form,
-        whole=frozenset(f for (f,) in ids) | {"v"} if by_count else frozenset(),
-    )  # fmt: skip
 
 
 @define(aten.embedding_renorm.default)
@@ -118,10 +94,9 @@ def _along(node: Node, one_d: bool = False) -> tuple[int, Dims, Dims] | None:
     return dim, (*rest[:dim], ("v",), *rest[dim + 1 :]), (*rest[:dim], ("k",), *rest[dim + 1 :])
 
 
-@define(aten.gather.default, aten.index_select.default)
+@define(aten.gather.default)
 def _(node: Node) -> Rule | None:
-    one_d = node.target is aten.index_select.default
-    found = _along(node, one_d)
+    found = _along(node)
     if found is None:
         return None
     dim, table, index = found
@@ -131,12 +106,10 @@ def _(node: Node) -> Rule | None:
             return e.call(node.target, x, dim, i)
         i, inside = local_index(e, i, "v")
         made = e.call(node.target, padded(e, x, dim, "v", 0), dim, i)
-        for _ in range(len(table) - 1 - dim if one_d else 0):
-            inside = e.call(aten.unsqueeze.default, inside, inside.meta["val"].dim())
         return e.call(aten.where.self, inside, made, constant(e, 0, made))
 
     return fit(
-        node, [table, (("k",),) if one_d else index], [index], [[0]], ANY_OP,
+        node, [table, index], [index], [[0]], ANY_OP,
         form=form, whole=frozenset() if _number(node) else frozenset("v"),
     )  # fmt: skip
 
@@ -153,10 +126,7 @@ SCATTERS = {
     aten.scatter.src: "set",
     aten.scatter_add.default: "sum",
     aten.scatter_reduce.two: "reduce",
-    aten.index_add.default: "sum",
-    aten.index_copy.default: "set",
     aten.index_reduce.default: "keep",
-    aten.index_fill.int_Scalar: "set",
     aten.scatter.reduce: "keep",
 }
 
@@ -363,14 +333,13 @@ def _(node: Node) -> Rule | None:
     )  # fmt: skip
 
 
-@define(aten.index_put.default, aten._unsafe_index_put.default, aten._unsafe_masked_index_put_accumulate.default)
+@define(aten.index_put.default, aten._unsafe_masked_index_put_accumulate.default)
 def _(node: Node) -> Rule | None:
     """Added contributions may be spread over devices; what is set must be where its row is."""
     masked = node.target is aten._unsafe_masked_index_put_accumulate.default
     adds = masked or bool(argument(node, "accumulate", False))
     values = node.args[3] if masked else node.args[2]
-    wrap = node.target is not aten._unsafe_index_put.default
-    a = Advanced(node.args[0], _indices(node, 2 if masked else 1), wrap, values, tied=adds and not masked)
+    a = Advanced(node.args[0], _indices(node, 2 if masked else 1), True, values, tied=adds and not masked)
     given = operands(node)
     if not a.plain:
         return None if masked or adds else _masked_fill(node)
@@ -385,7 +354,7 @@ def _(node: Node) -> Rule | None:
             x = first(e, x, *a.spread)
         indices, value = a.concerned(e, indices, value)
         rows = a.sharded(e, put=True)
-        local, inside = a.localise(e, indices, wrap, put=True)
+        local, inside = a.localise(e, indices, wrap=True, put=True)
         trash = not adds and bool(rows)
         cut = [i for i in rows if trash or uneven(e, f"v{i}")]
         for i in cut:
@@ -429,18 +398,3 @@ def _masked_fill(node: Node) -> Rule | None:
         return e.call(aten.where.self, mask, e.call(aten.reshape.default, value, []), x)
 
     return fit(node, [whole, whole[:n], ((),) * value.dim()], [whole], form=form)
-
-
-# --- sampling at the points of a grid -------------------------------------------------------------------------
-
-
-@define(aten.grid_sampler_2d, aten.grid_sampler_3d, aten.grid_sampler_2d_backward, aten.grid_sampler_3d_backward)
-def _(node: Node) -> Rule | None:
-    """Any point may look anywhere: batch, channels and points are free, the dims looked into are whole."""
-    points = dims("p", operands(node)[-1].meta["val"].dim() - 2)
-    x, grid = (("n",), ("c",), *((),) * len(points)), (("n",), *points, ())
-    out = (("n",), ("c",), *points)
-    if len(operands(node)) == 2:
-        return fit(node, [x, grid], [out], [[0]])
-    made = [() if r is None else d for r, d in zip(results(node), (x, grid), strict=True)]
-    return fit(node, [out, x, grid], made, [[0]])

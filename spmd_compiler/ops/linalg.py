@@ -35,8 +35,6 @@ MATRICES: dict[str, str] = {
     "_linalg_svd": "11 -> 11 1 11",
     "_linalg_eigh": "11 -> 1 11",
     "linalg_eig": "11 -> 1 11",
-    "linalg_eigvals": "11 -> 1",
-    "_linalg_eigvals": "11 -> 1",
     "_linalg_det": "11 -> . 11 1",
     "_linalg_slogdet": "11 -> . . 11 1",
     "linalg_pinv": "11 . . -> 11",

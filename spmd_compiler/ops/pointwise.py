@@ -43,11 +43,6 @@ def _first(node: Node) -> list[list[int]]:
     return [[0]]
 
 
-def _quotient(node: Node) -> list[list[int]]:
-    """Integers are divided with rounding."""
-    return [[0]] if node.meta["val"].dtype.is_floating_point else []
-
-
 def _sum(node: Node) -> list[list[int]]:
     """Linear in both terms together; a scalar term would be added once for each device."""
     terms = [a for a in node.args[:2] if isinstance(a, Node) and is_tensor(a.meta.get("val"))]
@@ -84,7 +79,7 @@ def _reshapes(node: Node) -> bool:
     return node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-SUMS = (aten.add.Tensor, aten.sub.Tensor, prims.add.default, prims.sub.default)
+SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def _with_whole_terms(e: Emit, *args: Any, **kwargs: Any) -> Node:
@@ -120,19 +115,12 @@ LINEAR: dict[object, Callable[[Node], Sequence[Sequence[int]]]] = {
     aten.add.Scalar: _sum,
     aten.sub.Tensor: _sum,
     aten.sub.Scalar: _sum,
-    aten.rsub.Tensor: _sum,
-    aten.rsub.Scalar: _sum,
     aten.mul.Tensor: _each,
     aten.mul.Scalar: _first,
     aten.div.Tensor: _first,
     aten.div.Scalar: _first,
-    aten.true_divide.Tensor: _first,
     aten.neg.default: _first,
-    aten.positive.default: _first,
     aten._conj_physical.default: _first,
-    aten.conj_physical.default: _first,
-    aten.deg2rad.default: _first,
-    aten.rad2deg.default: _first,
     aten.lerp.Scalar: lambda n: [[0, 1]],
     aten.addcmul.default: lambda n: [[0, 1], [0, 2]],
     aten.addcdiv.default: lambda n: [[0, 1]],
@@ -140,28 +128,6 @@ LINEAR: dict[object, Callable[[Node], Sequence[Sequence[int]]]] = {
     aten.masked_fill.Scalar: _filled,
     aten._to_copy.default: _cast,
     prims.convert_element_type.default: _cast,
-    # gradients are linear in the incoming one
-    aten.sigmoid_backward.default: _first,
-    aten.tanh_backward.default: _first,
-    aten.gelu_backward.default: _first,
-    aten.silu_backward.default: _first,
-    aten.threshold_backward.default: _first,
-    aten.native_dropout_backward.default: _first,
-    aten.leaky_relu_backward.default: _first,
-    aten.hardtanh_backward.default: _first,
-    aten.hardswish_backward.default: _first,
-    aten.hardsigmoid_backward.default: _first,
-    aten.elu_backward.default: _first,
-    aten.softplus_backward.default: _first,
-    aten.logit_backward.default: _first,
-    prims.add.default: _sum,
-    prims.sub.default: _sum,
-    prims.mul.default: _each,
-    prims.div.default: _quotient,
-    prims.neg.default: _first,
-    prims.where.default: _where,
-    prims.real.default: _first,
-    prims.imag.default: _first,
 }
 
 
@@ -170,24 +136,7 @@ def _(node: Node) -> Rule | None:
     return pointwise(node, [[0, 2], [1, 2]] if len(operands(node)) == 3 else [])
 
 
-# not tagged as pointwise by torch, though they are
-UNTAGGED = """
-    acos acosh asin asinh atan atan2 atanh bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and
-    bitwise_or bitwise_xor cbrt ceil conj cos cosh eq erf erf_inv erfc erfcx exp expm1 floor fmod frexp gcd ge gt
-    isfinite le lgamma log log10 log1p lt ndtri ne pow remainder round shift_left shift_right_arithmetic sin sinh
-    spherical_bessel_j0 sqrt tan tanh zeta
-"""
-
-
-@define(
-    *LINEAR,
-    *(getattr(prims, name) for name in UNTAGGED.split() if hasattr(prims, name)),
-    aten._to_copy, aten.masked_fill, aten.where, aten.leaky_relu_backward, aten.hardtanh_backward, aten.hardswish,
-    aten.hardswish_backward, aten.hardsigmoid_backward, aten.elu_backward, aten.softplus_backward,
-    aten.log_sigmoid_backward, aten.logit_backward, aten.polar, aten.complex,
-    aten.isnan, aten.hardshrink_backward, aten.softshrink_backward, aten.mish_backward, aten.floor_divide,
-    aten._prelu_kernel, aten._prelu_kernel_backward, aten.fill, aten.isin.Tensor_Scalar,
-)  # fmt: skip
+@define(*LINEAR, aten.where, aten.polar, aten.complex, aten.isnan)
 def _(node: Node) -> Rule | None:
     linear = LINEAR.get(node.target)
     groups = linear(node) if linear else ()

@@ -40,13 +40,16 @@ def _dims(t: torch.Tensor | None, found: Sequence[Window]) -> Dims:
     return () if t is None else (*dims("d", t.dim() - len(found)), *((w.factor,) for w in found))
 
 
-def lead_first(e: Emit, target: Any, given: Sequence[Node], *args: Any, **kwargs: Any) -> Any:
-    """A call whose dims before the windowed ones (factors ``d<i>``) are never empty; all tensors have them."""
+def lead_first(e: Emit, target: Any, given: Sequence[Node], *args: Any, arrange: Any = None, **kwargs: Any) -> Any:
+    """A call whose dims before the windowed ones (factors ``d<i>``) are never empty; all tensors have them.
+
+    ``arrange`` makes all arguments of the tensors where they don't come first.
+    """
     lead = [(i, f"d{i}") for i in range(given[0].meta["val"].dim()) if e.axes(f"d{i}")]
     full = list(given)
     for d, f in lead:
         full = [filled(e, x, d, f, e.sizes[f]) for x in full]
-    made = e.call(target, *full, *args, **kwargs)
+    made = e.call(target, *(arrange(*full) if arrange else (*full, *args)), **kwargs)
     several = isinstance(made.meta["val"], (tuple, list))
     parts = [e.call(operator.getitem, made, i) for i in range(2)] if several else [made]
     for d, f in lead:
@@ -344,35 +347,27 @@ def _(node: Node) -> Rule | None:
     return moved(node, [old], [(*old, ())], windows=[w.factor], form=form)
 
 
-LINEAR = """
-    avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d
-    upsample_bicubic2d upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
-    upsample_bilinear2d_backward upsample_bicubic2d_backward fractional_max_pool2d_backward
-    fractional_max_pool3d_backward
-"""
-OTHERS = "adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"
-
-
-@define(*(getattr(aten, name) for name in (LINEAR + OTHERS).split() if hasattr(aten, name)))
+@define(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default,
+        aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default)  # fmt: skip
 def _(node: Node) -> Rule | None:
-    """What is left whole by the decompositions seldom: the dims before the windowed ones are free."""
-    name = node.target._schema.name.split("::")[1]
-    count = next(int(c) for c in "123" if f"{c}d" in name)
-    given = [o.meta["val"] for o in operands(node)]
-    lead = given[0].dim() - count if given else 0
-    if lead < 1 or (lead == 1 and "fractional" in name):  # whose samples have a batch dim at any rate
+    """Windows lie where samples say: the dims before the windowed ones are free."""
+    name = node.target._schema.name
+    given, count = operands(node), 2 if "2d" in name else 3
+    lead = given[0].meta["val"].dim() - count
+    if lead < 2:  # the samples have a batch dim at any rate
         return None
 
-    def term(t: torch.Tensor) -> Dims:
-        return dims("d", t.dim(), range(lead, t.dim()))
+    def term(t: torch.Tensor | None) -> Dims:
+        return () if t is None else dims("d", t.dim(), range(lead, t.dim()))
 
-    def form(e: Emit, *args: Any, **kwargs: Any) -> Any:
-        sizes = argument(node, "input_size")
-        if sizes is not None and len(sizes) == node.meta["val"].dim():  # of the whole result
-            at = [a.name for a in node.target._schema.arguments].index("input_size")
-            args = (*args[:at], list(e.shape()), *args[at + 1 :])
-        return e.call(node.target, *args, **kwargs)
+    def form(e: Emit, *args: Any) -> Any:
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Node)]
 
-    linear = [[0]] if name in LINEAR.split() else []
-    free = frozenset(f"d{i}" for i in range(lead))
-    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], linear, form=form, even=free)
+        def call(*full: Any) -> Any:
+            feed = dict(zip(tensors, full, strict=True))
+            return [feed.get(i, a) for i, a in enumerate(args)]
+
+        return lead_first(e, node.target, [args[i] for i in tensors], arrange=call)
+
+    linear = [[0]] if "backward" in name else []
+    return fit(node, [term(g.meta["val"]) for g in given], [term(r) for r in results(node)], linear, form=form)

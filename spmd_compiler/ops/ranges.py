@@ -165,8 +165,7 @@ def _(node: Node) -> Rule | None:
     return moved(node, [old], [old], windows=[factor], form=form)
 
 
-@define(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unsafe_split.Tensor,
-        aten.unsafe_chunk.default, aten.split_with_sizes_copy.default, aten.split_copy.Tensor)  # fmt: skip
+@define(aten.split.Tensor, aten.split_with_sizes.default, aten.split_copy.Tensor)
 def _(node: Node) -> Rule | None:
     dim = argument(node, "dim") % node.args[0].meta["val"].dim()
     ranges, begin = [], 0
@@ -177,16 +176,7 @@ def _(node: Node) -> Rule | None:
     return parts(node, dim, ranges, same)
 
 
-@define(aten.narrow.default, aten.narrow_copy.default)
-def _(node: Node) -> Rule | None:
-    x = node.args[0].meta["val"]
-    dim, begin = node.args[1] % x.dim(), node.args[2]
-    if not isinstance(begin, int):
-        return moved(node, [dims("d", x.dim(), [dim])], [dims("d", x.dim(), [dim])])
-    return parts(node, dim, [(begin % max(x.shape[dim], 1), node.args[3])], same)
-
-
-@define(aten.select.int, aten.unbind.int, aten.unbind_copy.int)
+@define(aten.select.int, aten.unbind.int)
 def _(node: Node) -> Rule | None:
     """One element a result: whoever holds it contributes it."""
     x = node.args[0].meta["val"]
@@ -297,13 +287,6 @@ def _(node: Node) -> Rule | None:
     return moved(node, [old if g.shape[dim] > 1 else rest for g in given], [old], windows=[factor], form=form)
 
 
-@define(aten.stack.default)
-def _(node: Node) -> Rule | None:
-    old = dims("d", node.args[0][0].meta["val"].dim())
-    at = argument(node, "dim") % (len(old) + 1)
-    return moved(node, [old] * len(operands(node)), [(*old[:at], (), *old[at:])])
-
-
 # --- turns --------------------------------------------------------------------------------------------------
 
 
@@ -331,29 +314,6 @@ def around(begin: int, size: int, n: int, count: int) -> list[Range]:
         found.append((at, at + taken))
         begin, size = begin + taken, size - taken
     return found
-
-
-@define(aten.roll.default)
-def _(node: Node) -> Rule | None:
-    x = node.args[0].meta["val"]
-    by, listed = argument(node, "shifts"), argument(node, "dims")
-    old = dims("d", x.dim())
-    if not listed or x.numel() == 0:
-        return moved(node, [((),) * x.dim()], [((),) * x.dim()])
-    shifts: dict[int, int] = {}
-    for s, d in zip(by, listed, strict=True):
-        shifts[d % x.dim()] = shifts.get(d % x.dim(), 0) + s
-
-    def form(e: Emit, x: Node, *_: Any) -> Node:
-        left = {d: s for d, s in shifts.items() if not e.axes(f"d{d}")}
-        if left:
-            x = e.call(aten.roll.default, x, list(left.values()), list(left))
-        for d in shifts.keys() - left.keys():
-            pieces, n = e.pieces(f"d{d}"), e.sizes[f"d{d}"]
-            x = e.fetch(x, d, f"d{d}", pieces, [around(b - shifts[d], end - b, n, 2) for b, end in pieces])
-        return x
-
-    return moved(node, [old], [old], windows=[f"d{d}" for d in shifts], form=form)
 
 
 @define(aten.repeat.default)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Emit, operands, results
-from ..rules import Dims, Rule, define, dims, fit
+from ..rules import Rule, define, dims, fit
 from ..symbolic import IntExpr
 from .forms import constant, highest, lowest, padded, stacked, stacked_positions, uneven
 
@@ -84,12 +84,9 @@ def all_of(gone: Sequence[int], op: str) -> dict[str, str]:
 # --- sums, extremes, products -------------------------------------------------------------------------------
 
 
-@define(aten.sum, aten.nansum, aten.count_nonzero, aten.mean, prims.sum)
+@define(aten.sum, aten.mean)
 def _(node: Node) -> Rule | None:
-    sums = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, prims.sum.default)
-    linear = node.target in sums
-    form = _mean if node.target.overloadpacket is aten.mean else None
-    return reduction(node, linear=[[0]] if linear else [], form=form)
+    return reduction(node, linear=[[0]], form=_mean if node.target.overloadpacket is aten.mean else None)
 
 
 def _mean(e: Emit, x: Node, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Node:
@@ -127,24 +124,6 @@ def _(node: Node) -> Rule | None:
         return same_op(e, x, *args, **kwargs)
 
     return reduction(node, reduce=all_of(gone, op), form=form, linear=through, linear_ops=(op,))
-
-
-@define(aten.aminmax.default)
-def _(node: Node) -> Rule | None:
-    gone = reduced_dims(node)
-
-    def form(e: Emit, x: Node, *, dim: int | None = None, keepdim: bool = False) -> Any:
-        if not shared(e):
-            return same_op(e, x, dim=dim, keepdim=keepdim)
-        found = []
-        for op, fill, kind in ((aten.amin.default, highest, "min"), (aten.amax.default, lowest, "max")):
-            part = x
-            for f in shared(e):
-                part = padded(e, part, int(f[1:]), f, fill(x.meta["val"].dtype))
-            found.append(whole_sum(e, e.call(op, part, gone, keepdim), kind))
-        return tuple(found)
-
-    return reduction(node, reduce=all_of(gone, "none"), form=form)
 
 
 # --- positions of extremes ----------------------------------------------------------------------------------
@@ -210,10 +189,10 @@ def _position(e: Emit, x: Node, dim: int, keepdim: bool = False) -> Any:
     return tuple(found) if target in (aten.max.dim, aten.min.dim) else found[1]
 
 
-# --- moments and norms --------------------------------------------------------------------------------------
+# --- moments --------------------------------------------------------------------------------------
 
 
-@define(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
+@define(aten.var.correction, aten.var_mean.correction)
 def _(node: Node) -> Rule | None:
     if node.args[0].meta["val"].dtype.is_complex:
         return None
@@ -231,75 +210,11 @@ def _moments(e: Emit, x: Node, dim: Any = None, *, correction: float | None = No
     square = whole_sum(e, e.call(aten.sum.dim_IntList, e.call(aten.mul.Tensor, off, off), gone, keepdim))
     free = count - (1 if correction is None else correction)
     spread = e.call(aten.div.Tensor, square, max(free, 0.0))
-    if target in (aten.std.correction, aten.std_mean.correction):
-        spread = e.call(aten.sqrt.default, spread)
-    if target in (aten.var.correction, aten.std.correction):
+    if target is aten.var.correction:
         return spread
     if not keepdim:
         mean = e.call(aten.squeeze.dims, mean, gone)
     return spread, mean
-
-
-@define(aten.logsumexp.default)
-def _(node: Node) -> Rule | None:
-    if not node.args[0].meta["val"].dtype.is_floating_point:
-        return reduction(node, whole=frozenset(f"r{i}" for i in reduced_dims(node)))
-    return reduction(node, reduce=all_of(reduced_dims(node), "none"), form=_logsumexp)
-
-
-def _shifted(e: Emit, x: Node, gone: Sequence[int]) -> tuple[Node, Node]:
-    """``x`` less its greatest element over ``gone`` (0 where that is infinite), and what was taken off."""
-    top = x
-    for f in shared(e):
-        top = padded(e, top, int(f[1:]), f, -math.inf)
-    top = whole_sum(e, e.call(aten.amax.default, top, gone, True), "max")
-    infinite = e.call(aten.eq.Scalar, e.call(aten.abs.default, top), math.inf)
-    top = e.call(aten.where.self, infinite, constant(e, 0.0, top), top)
-    return e.call(aten.sub.Tensor, x, top), top
-
-
-def _logsumexp(e: Emit, x: Node, dim: Any, keepdim: bool = False) -> Node:
-    if not shared(e):
-        return same_op(e, x, dim, keepdim)
-    gone = reduced_dims(e.node)
-    less, top = _shifted(e, x, gone)
-    total = whole_sum(e, e.call(aten.sum.dim_IntList, e.call(aten.exp.default, less), gone, keepdim))
-    if not keepdim:
-        top = e.call(aten.squeeze.dims, top, gone)
-    return e.call(aten.add.Tensor, e.call(aten.log.default, total), top)
-
-
-@define(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.norm.ScalarOpt_dim_dtype)
-def _(node: Node) -> Rule | None:
-    """Order p: the p-th root of a sum.  Infinite orders are extremes."""
-    gone = reduced_dims(node)
-    p = argument(node, "ord", argument(node, "p", 2))
-    p = 2.0 if p is None else float(p)
-    x = node.args[0].meta["val"]
-    if x.dtype.is_complex or not x.dtype.is_floating_point or p < 0 or argument(node, "dtype") is not None:
-        return reduction(node, whole=frozenset(f"r{i}" for i in gone))
-    if math.isinf(p):
-
-        def extreme(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
-            for f in shared(e):
-                x = padded(e, x, int(f[1:]), f, 0.0)
-            return same_op(e, x, *args, **kwargs)
-
-        return reduction(node, reduce=all_of(gone, "max"), form=extreme)
-    if p in (0.0, 1.0):
-        return reduction(node)
-
-    def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
-        if not shared(e):
-            return same_op(e, x, *args, **kwargs)
-        if p == 2:
-            powers = e.call(aten.mul.Tensor, x, x)
-        else:
-            powers = e.call(aten.pow.Tensor_Scalar, e.call(aten.abs.default, x), p)
-        total = whole_sum(e, e.call(aten.sum.dim_IntList, powers, gone, bool(argument(node, "keepdim", False))))
-        return e.call(aten.sqrt.default, total) if p == 2 else e.call(aten.pow.Tensor_Scalar, total, 1 / p)
-
-    return reduction(node, reduce=all_of(gone, "none"), form=form)
 
 
 # --- scans --------------------------------------------------------------------------------------------------
@@ -368,86 +283,3 @@ def _scan(e: Emit, x: Node, dim: int, **kwargs: Any) -> Any:
         newer = e.call(aten.bitwise_or.Tensor, newer, e.call(aten.isnan.default, own))
     found = ((own, before[0]), (part(local[1], 0, size), where))
     return tuple(e.call(aten.where.self, newer, mine, theirs) for mine, theirs in found)
-
-
-# --- softmax ------------------------------------------------------------------------------------------------
-
-
-@define(aten._softmax.default, aten._log_softmax.default)
-def _(node: Node) -> Rule | None:
-    return along(node, "r0", form=_softmax)
-
-
-def _softmax(e: Emit, x: Node, dim: int, half_to_float: bool = False) -> Node:
-    if not shared(e):
-        return same_op(e, x, dim, half_to_float)
-    dim, out = dim % x.meta["val"].dim(), e.node.meta["val"].dtype
-    wide = torch.float32 if out in (torch.float16, torch.bfloat16) or half_to_float else None
-    if wide:
-        x = e.call(prims.convert_element_type.default, x, wide)
-    top = padded(e, x, dim, "r0", -math.inf)
-    top = whole_sum(e, e.call(aten.amax.default, top, [dim], True), "max")
-    less = e.call(aten.sub.Tensor, x, top)
-    powers = e.call(aten.exp.default, less)
-    total = whole_sum(e, e.call(aten.sum.dim_IntList, powers, [dim], True))
-    if e.node.target is aten._softmax.default:
-        made = e.call(aten.div.Tensor, powers, total)
-    else:
-        made = e.call(aten.sub.Tensor, less, e.call(aten.log.default, total))
-    return e.call(prims.convert_element_type.default, made, out) if made.meta["val"].dtype != out else made
-
-
-@define(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def _(node: Node) -> Rule | None:
-    return along(node, "r0", form=_softmax_backward, linear=[[0]])
-
-
-def _softmax_backward(e: Emit, grad: Node, out: Node, dim: int, dtype: torch.dtype) -> Node:
-    if not shared(e):
-        return same_op(e, grad, out, dim, dtype)
-    dim %= grad.meta["val"].dim()
-    plain = e.node.target is aten._softmax_backward_data.default
-    weighted = e.call(aten.mul.Tensor, grad, out) if plain else grad
-    total = whole_sum(e, e.call(aten.sum.dim_IntList, weighted, [dim], True))
-    if plain:
-        made = e.call(aten.sub.Tensor, weighted, e.call(aten.mul.Tensor, out, total))
-    else:
-        made = e.call(aten.sub.Tensor, grad, e.call(aten.mul.Tensor, e.call(aten.exp.default, out), total))
-    if made.meta["val"].dtype != dtype:
-        made = e.call(prims.convert_element_type.default, made, dtype)
-    return made
-
-
-# --- normalisations that reach us whole ---------------------------------------------------------------------
-
-
-@define(aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
-        aten._fused_rms_norm_backward.default)  # fmt: skip
-def _(node: Node) -> Rule | None:
-    """Leading dims are free, the normalised ones whole; gradients of weights are sums over the leading dims."""
-    x = node.args[0].meta["val"]
-    lead = x.dim() - len(argument(node, "normalized_shape"))
-
-    def term(t: torch.Tensor | None) -> Dims:
-        if t is None:
-            return ()
-        return dims("d", t.dim(), range(lead, t.dim())) if t.dim() == x.dim() else ((),) * t.dim()
-
-    backward = "backward" in node.target._schema.name
-    given = [o.meta["val"] for o in operands(node)]
-    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], [[0]] if backward else [])
-
-
-@define(aten._native_batch_norm_legit_functional.default, aten.native_batch_norm.default,
-        aten._batch_norm_with_update_functional.default, aten._native_batch_norm_legit_no_training.default,
-        aten.native_batch_norm_backward.default)  # fmt: skip
-def _(node: Node) -> Rule | None:
-    """Channels are free.  (Its decomposition is free in the batch too.)"""
-
-    def term(t: torch.Tensor | None) -> Dims:
-        if t is None or t.numel() == 0:
-            return () if t is None else ((),) * t.dim()
-        return (("c",),) if t.dim() == 1 else ((), ("c",), *((),) * (t.dim() - 2))
-
-    given = [o.meta["val"] for o in operands(node)]
-    return fit(node, [term(g) for g in given], [term(r) for r in results(node)], even=frozenset("c"))

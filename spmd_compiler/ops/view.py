@@ -71,8 +71,7 @@ def reshape(node: Node) -> Rule | None:
     return moved(node, terms[:1], terms[1:], windows=windows, aligned=True, form=form)
 
 
-@define(aten.view.default, aten._unsafe_view.default, aten.reshape.default, prims.reshape.default,
-        aten._reshape_alias.default, aten.flatten.using_ints, aten.unflatten.int)  # fmt: skip
+@define(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _(node: Node) -> Rule | None:
     return reshape(node)
 
@@ -86,7 +85,7 @@ def _(node: Node) -> Rule | None:
     return reshape(node)
 
 
-@define(aten.squeeze, aten.unsqueeze, prims.squeeze)
+@define(aten.squeeze, aten.unsqueeze)
 def _(node: Node) -> Rule | None:
     """Dims of size 1 come and go; the others follow in order."""
     x, out = node.args[0].meta["val"], node.meta["val"]
@@ -107,56 +106,31 @@ def _(node: Node) -> Rule | None:
     return moved(node, [old], [tuple(d for i, d in enumerate(old) if i not in gone)], form=form)
 
 
-@define(aten.expand.default, prims.broadcast_in_dim.default)
+@define(aten.expand.default)
 def _(node: Node) -> Rule | None:
     """New dims may be sharded: each device makes its own piece."""
-    x, out = node.args[0].meta["val"], node.meta["val"]
-    new = dims("d", out.dim())
-    if node.target is aten.expand.default:
-        old = new[out.dim() - x.dim() :]
-        return moved(node, [old], [new], form=lambda e, x, *_, **__: e.call(aten.expand.default, x, list(e.shape())))
-    where = node.args[2]
-    return moved(
-        node, [tuple(new[i] for i in where)], [new],
-        form=lambda e, x, *_: e.call(prims.broadcast_in_dim.default, x, list(e.shape()), list(where)),
-    )  # fmt: skip
+    new = dims("d", node.meta["val"].dim())
+    old = new[len(new) - node.args[0].meta["val"].dim() :]
+    return moved(node, [old], [new], form=lambda e, x, *_, **__: e.call(aten.expand.default, x, list(e.shape())))
 
 
-# --- orders of dims -----------------------------------------------------------------------------------------
-
-
-def _order(node: Node) -> list[int]:
-    ndim = node.args[0].meta["val"].dim()
-    order = list(range(ndim))
-    target = node.target
-    if target in (aten.permute.default, prims.transpose.default):
-        return [d % ndim for d in node.args[1]]
-    if target in (aten.t.default, aten.numpy_T.default):
-        return order[::-1]
-    if target in (aten.mT.default, aten.adjoint.default):
-        return [*order[:-2], ndim - 1, ndim - 2]
-    if target in (aten.movedim.int, aten.movedim.intlist):
-        marked = torch.empty(list(range(ndim)), device="meta")
-        return list(marked.movedim(*node.args[1:]).shape)
-    a, b = node.args[1] % max(ndim, 1), node.args[2] % max(ndim, 1)
-    if ndim:
-        order[a], order[b] = order[b], order[a]
-    return order
-
-
-@define(aten.permute.default, aten.t.default, aten.transpose.int, aten.mT.default, aten.numpy_T.default,
-        aten.movedim.int, aten.movedim.intlist, prims.transpose.default, aten.swapaxes.default)  # fmt: skip
+@define(aten.permute.default, aten.t.default, aten.transpose.int)
 def _(node: Node) -> Rule | None:
     old = dims("d", node.args[0].meta["val"].dim())
-    return moved(node, [old], [tuple(old[i] for i in _order(node))])
+    order = list(range(len(old)))
+    if node.target is aten.permute.default:
+        order = [d % len(old) for d in node.args[1]]
+    elif len(old) > 1:
+        a, b = (0, 1) if node.target is aten.t.default else (d % len(old) for d in node.args[1:3])
+        order[a], order[b] = b, a
+    return moved(node, [old], [tuple(old[i] for i in order)])
 
 
 # --- copies -------------------------------------------------------------------------------------------------
 
 
-@define(aten.alias, aten.clone, aten.detach, aten.contiguous, aten.lift_fresh_copy, aten.lift_fresh, aten.view_as_real,
-        aten.view_as_complex, aten._conj, aten.resolve_conj, aten.resolve_neg, aten.real, aten.imag, prims.clone,
-        prims.view_of, aten._neg_view, aten.view_as_real_copy, aten.alias_copy, aten.detach_copy)  # fmt: skip
+@define(aten.alias, aten.clone, aten.detach, aten.lift_fresh_copy, aten.view_as_real, aten.view_as_complex, aten._conj,
+        aten._neg_view)  # fmt: skip
 def _(node: Node) -> Rule | None:
     x, out = node.args[0].meta["val"], node.meta["val"]
     n = min(x.dim(), out.dim())  # one more dim is the pair of real and imaginary part
