@@ -1,7 +1,8 @@
 """Convolutions of padded values read the values themselves.
 
 Padding that is not zeros is an operator of its own.  What it makes is cut elsewhere than what it pads, so that more
-than the halo would move between the two.
+than the halo would move between the two.  A cast or another function of single elements between them goes before the
+padding, its gradient behind the padding's: there are fewer elements, and they are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..ir import Captured, copied
 from ..ops.pad import pad, pad_backward
 from ..ops.window import padded_convolution, padded_convolution_backward
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def run(captured: Captured) -> Captured:
@@ -24,6 +25,12 @@ def run(captured: Captured) -> Captured:
     not pad with zeros itself, is one call with the padding, and so is its backward with the padding's."""
     captured = copied(captured)
     graph = captured.graph.graph
+    for node in list(graph.nodes):
+        if _of_elements(node) and node.args[0].target is pad and len(node.args[0].users) == 1:
+            _swap(node, node.args[0])
+    for node in reversed(list(graph.nodes)):
+        if node.target is pad_backward and _casts(node.args[0]) and len(node.args[0].users) == 1:
+            _swap(node, node.args[0])
     for node in list(graph.nodes):
         if node.target is aten.convolution.default and (inner := _padded(node, node.args[0], *node.args[3:9])):
             x, *rest = inner
@@ -33,6 +40,36 @@ def run(captured: Captured) -> Captured:
             _backward(node)
     graph.eliminate_dead_code()
     return captured
+
+
+def _of_elements(node: Node) -> bool:
+    """Whether a node is a function of the elements of its first argument alone."""
+    tags = getattr(node.target, "tags", ())
+    same = torch.Tag.pointwise in tags or _casts(node)
+    return same and torch.Tag.nondeterministic_seeded not in tags and node.all_input_nodes == [node.args[0]]
+
+
+def _casts(node: Node) -> bool:
+    """Whether a node changes between dtypes of fractions."""
+    if node.target is not prims.convert_element_type.default:
+        return False
+    return node.meta["val"].is_floating_point() and node.args[0].meta["val"].is_floating_point()
+
+
+def _swap(node: Node, inner: Node) -> None:
+    """``f(g(x))`` as ``g(f(x))``; ``g`` has no other user."""
+    if node.meta.get("region") or inner.meta.get("region"):
+        return
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(node.target, (inner.args[0], *node.args[1:]), node.kwargs)
+        outer = node.graph.call_function(inner.target, (made, *inner.args[1:]), inner.kwargs)
+    for new, old in ((made, node), (outer, inner)):
+        given = torch.fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
+        with node.meta["val"].fake_mode:
+            new.meta = {**old.meta, "val": new.target(*given[0], **given[1])}
+    node.replace_all_uses_with(outer)
+    node.graph.erase_node(node)
+    node.graph.erase_node(inner)
 
 
 def _padded(

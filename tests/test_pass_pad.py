@@ -14,7 +14,7 @@ CALLS = ("convolution", "pad", "padded_convolution")
 NAMES = [*CALLS, *(f"{name}_backward" for name in CALLS)]
 
 
-def calls(function, *tensors):
+def calls(function, *tensors, **close):
     """The names of what concerns padding in the graph of a function's loss and gradients, after the pass."""
     captured, _ = capture_function(
         lambda *given: (function(*given).square().sum(),), tensors, mesh=MESH, backward=True, name="f",
@@ -24,7 +24,7 @@ def calls(function, *tensors):
     wanted = [function(*tensors).square().sum()]
     wanted += torch.autograd.grad(wanted[0], tensors)
     for got, want in zip(simulate_outputs(local, [t.detach() for t in tensors]), wanted, strict=True):
-        torch.testing.assert_close(got, want.detach())
+        torch.testing.assert_close(got, want.detach(), **close)
     found = [n.target.name().split("::")[1] for n in pad.run(annotate.run(captured)).graph.graph.nodes
              if isinstance(n.target, torch._ops.OpOverload)]  # fmt: skip
     return sorted(n for n in found if n in NAMES)
@@ -60,3 +60,20 @@ def test_other_padding_stays():
     assert "padded_convolution" not in calls(
         lambda x, w: F.conv_transpose1d(F.pad(x, (1, 1), mode="reflect"), w, padding=1), x, turned
     )
+
+
+def test_what_is_done_to_elements_goes_before_the_padding():
+    x, w = of(2, 2, 8), of(3, 2, 3)
+
+    def cast(x, w):
+        return F.conv1d(F.pad(x.float(), (1, 1), mode="reflect").double(), w)
+
+    assert calls(cast, x, w, rtol=1e-6, atol=1e-6) == ["padded_convolution", "padded_convolution_backward"]
+    captured, _ = capture_function(
+        lambda x, w: F.conv1d(F.pad(x, (1, 1), mode="circular").abs().to(torch.float32), w),
+        (x.detach(), w.detach().float()), mesh=MESH, backward=False, name="f",
+        specs=lambda name, kind, ndim, shape: None if kind == "output" else Spec.replicate(MESH),
+    )  # fmt: skip
+    names = [n.target.name().split("::")[1] for n in pad.run(annotate.run(captured)).graph.graph.nodes
+             if isinstance(n.target, torch._ops.OpOverload)]  # fmt: skip
+    assert names == ["abs", "convert_element_type", "padded_convolution"]
