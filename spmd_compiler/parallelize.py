@@ -6,8 +6,6 @@ rank ever holds more than its own pieces and one module.
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,27 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from .dtensors import device_mesh, dtensor_spec, spec_of, wrap
 from .placements import Mesh, Spec, SpmdError
-from .program import Program
+from .program import Placements, Program
 from .runtime import whole_group
 from .symbolic import piece
-
-
-class _Names:
-    """The placements given by name or glob."""
-
-    def __init__(self, given: Mapping[str, Any], names: list[str]) -> None:
-        self.given = given
-        for key in given:
-            if not fnmatch.filter(names, key) and key not in names:
-                near = difflib.get_close_matches(key, names, 3, 0.4) or names[:8]
-                raise SpmdError(f"no parameter or buffer is named {key!r}; there are {', '.join(near)}")
-
-    def find(self, names: list[str]) -> Any:
-        """What is given for a tensor of these names (tied tensors have several); exact names go first."""
-        for name in names:
-            if name in self.given:
-                return self.given[name]
-        return next((v for k, v in self.given.items() if any(fnmatch.fnmatchcase(n, k) for n in names)), {})
 
 
 def parallelize(
@@ -62,24 +42,26 @@ def parallelize(
         raise SpmdError(f"placements are a mapping from names to placements or a Program, not {placements!r}")
     devices = device_mesh(mesh)
     abstract = Mesh.of(devices)
-    named: dict[int, list[str]] = {}
-    for name, tensor in _named_tensors(model):
-        named.setdefault(id(tensor), []).append(name)
-    every = [n for group in named.values() for n in group]
     if isinstance(placements, Program):
+        every = {name for name, _ in _named_tensors(model)}
         placements = {n: s for n, s in placements.placements.items() if n in every}
-    names = _Names(placements or {}, every)
+    chosen = Placements(abstract, placements or {}, model)
     specs: dict[int, Spec] = {}
     for name, tensor in _named_tensors(model):
-        try:
-            given = names.find(named[id(tensor)])
-            specs[id(tensor)] = spec = Spec.of(abstract, given, tensor.dim())
-            if spec.partial_axes():
-                raise SpmdError(f"{spec} would give each device a part of the sum, which no optimizer can update")
-            if given and isinstance(tensor, DTensor) and spec_of(tensor) != spec:
-                raise SpmdError(f"it is a DTensor placed as {spec_of(tensor)} already; redistribute it")
-        except SpmdError as error:
-            raise SpmdError(f"placement of {name!r} {tuple(tensor.shape)}: {error}") from None
+        if id(tensor) in specs:
+            continue
+        spec = chosen(name, "param", tensor.dim(), tensor.shape)
+        wrong = ""
+        if spec is None:
+            wrong = "'auto' is for a solver: plan the model with export, and give the program"
+        elif spec.partial_axes():
+            wrong = f"{spec} would give each device a part of the sum, which no optimizer can update"
+        elif chosen.given_for(name) and isinstance(tensor, DTensor) and spec_of(tensor) != spec:
+            wrong = f"it is a DTensor placed as {spec_of(tensor)} already; redistribute it"
+        if spec is None or wrong:
+            raise SpmdError(f"placement of {name!r} {tuple(tensor.shape)}: {wrong}")
+        specs[id(tensor)] = spec
+    chosen.check("parameter or buffer")
     if any(t.is_meta for _, t in _named_tensors(model)):
         _agree_on_draws(devices)
 

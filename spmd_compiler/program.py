@@ -284,14 +284,19 @@ class Placements:
             ):
                 self.tied.setdefault(first.setdefault(value, name), []).append(name)
 
+    def given_for(self, name: str, kind: str = "param") -> list[str]:
+        """The keys that mean a value."""
+        names = self.tied.get(name, [name])
+        return [
+            k for k in self.given
+            if any(n == k or fnmatch.fnmatchcase(n, k) for n in names) and (kind != "output" or k.startswith("out"))
+        ]  # fmt: skip
+
     def __call__(self, name: str, kind: str, ndim: int, shape: Sequence[int]) -> Spec | None:
         """The spec of one value.  Not named: Replicate for inputs, the solver's for outputs."""
         names = self.tied.get(name, [name])
         self.names += names
-        fits = [
-            k for k in self.given
-            if any(n == k or fnmatch.fnmatchcase(n, k) for n in names) and (kind != "output" or k.startswith("out"))
-        ]  # fmt: skip
+        fits = self.given_for(name, kind)
         if not fits:
             return None if kind == "output" else Spec.replicate(self.mesh)
         self.used.update(fits)
@@ -308,7 +313,7 @@ class Placements:
         except SpmdError as error:
             raise SpmdError(f"placement of {name!r} {tuple(shape)}: {error}") from None
 
-    def check(self) -> None:
+    def check(self, what: str = "parameter, buffer, input or output") -> None:
         """Raise `SpmdError` for a name that nothing has."""
         for key in self.given:
             if key not in self.used:
@@ -316,7 +321,7 @@ class Placements:
                 hint = (
                     f"; did you mean {', '.join(map(repr, near))}?" if near else f"; there are {', '.join(self.names)}"
                 )
-                raise SpmdError(f"no parameter, buffer, input or output is named {key!r}{hint}")
+                raise SpmdError(f"no {what} is named {key!r}{hint}")
 
 
 def export(

@@ -160,9 +160,10 @@ def test_checkpoint(gloo4):
 def check_errors():
     mesh = mesh2x2()
     for placements, message in (
-        ({"emb.wieght": {"dp": Shard(0)}}, r"no parameter or buffer is named 'emb.wieght'; there are emb.weight"),
+        ({"emb.wieght": {"dp": Shard(0)}}, r"no parameter or buffer is named 'emb.wieght'; did you mean 'emb.weight'"),
         ({"emb.weight": {"dp": Shard(2)}}, r"'emb.weight' \(16, 8\): Shard\(2\) on axis 'dp': dim out of range"),
         ({"emb.weight": {"pp": Shard(0)}}, r"has no axis 'pp'; its axes are dp, tp"),
+        ({"emb.weight": "auto"}, r"'emb.weight' \(16, 8\): 'auto' is for a solver: plan the model with export"),
         ({"emb.weight": [Shard(0)]}, r"1 placements .* for the 2 axes"),
     ):
         with pytest.raises(SpmdError, match=message):
