@@ -173,11 +173,11 @@ def report_(file: str, out: str, against: str | None, trace: str | None) -> None
     try:
         program = load(file)
         page = report(program, load(against) if against is not None else None)
-    except SpmdError as error:
+        Path(out).write_text(page)
+        if trace is not None:
+            write_trace(timeline(program.local), program.local.captured.name, trace)
+    except (SpmdError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    Path(out).write_text(page)
-    if trace is not None:
-        write_trace(timeline(program.local), program.local.captured.name, trace)
 
 
 class _BadInput(click.ClickException):

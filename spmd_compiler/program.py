@@ -155,7 +155,11 @@ class Program:
         """``(name, global value)`` of every output, by kind."""
         if self.family is not None:
             return self._at_arguments(args, kwargs)._simulate(args, kwargs)
-        flat = iter(self.binding.flatten(args, kwargs))
+        values = self.binding.flatten(args, kwargs)
+        for (_, name), value in zip(self.binding.slots, values, strict=True):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise SpmdError(f"{name!r} is on meta: to simulate a program is to compute it, which takes numbers")
+        flat = iter(values)
         given = [
             torch.empty((), dtype=torch.int64).random_() if i.kind == "seed" else next(flat) for i in self.local.inputs
         ]

@@ -21,6 +21,7 @@ import inspect
 import json
 import math
 import operator
+import os
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -392,8 +393,19 @@ class Stored:
     family: Family | None = None
 
 
+def _path(given: Any) -> Path:
+    """Of a file.  Raises `SpmdError` for what is none."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise SpmdError(f"a program is saved in a file: give its path, not {given!r}")
+    if (found := Path(given)).is_dir():
+        raise SpmdError(f"{found} is a folder; give the path of a file")
+    return found
+
+
 def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
-    """Write a file.  Raises `SpmdError` for what can't be saved."""
+    """Write a file.  Raises `SpmdError` for what can't be saved, and for a path that leads nowhere."""
+    if not (at := _path(path)).absolute().parent.is_dir():
+        raise SpmdError(f"there is no folder {at.parent} to save {at.name} in")
     local, captured, writer = stored.local, stored.local.captured, Writer()
     profile = dataclasses.asdict(local.profile) if local.profile is not None else None
     program = {
@@ -416,7 +428,7 @@ def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
         program["family"] = encode_family(stored.family, writer)
     version = 1 if stored.family is None else 2
     manifest = {"format": FORMAT, "version": version, "torch": torch.__version__}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+    with zipfile.ZipFile(at, "w", zipfile.ZIP_DEFLATED) as file:
 
         def write(name: str, data: str | bytes) -> None:
             file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # no date: equal programs, equal files
@@ -442,7 +454,7 @@ def _weights(binding: Binding) -> dict[str, torch.Tensor]:
 
 def load(path: Any) -> Stored:
     """Read a file.  Raises `SpmdError` where it is none, newer than this version, or damaged."""
-    shown = Path(path).name
+    shown = (path := _path(path)).name
     try:
         with zipfile.ZipFile(path) as file:
             manifest = json.loads(file.read("manifest.json"))

@@ -184,6 +184,11 @@ def test_what_cannot_be_saved(tmp_path):
     program = spmd.export(model, (x,), mesh={"a": 2})
     with pytest.raises(spmd.SpmdError, match="weight 'weight' has no values to save here"):
         program.save(tmp_path / "p", weights=True)
+    for path, words in ((tmp_path, "is a folder"), (tmp_path / "no" / "p", "there is no folder"), (None, "not None")):
+        with pytest.raises(spmd.SpmdError, match=words):
+            program.save(path)
+    with pytest.raises(spmd.SpmdError, match="'weight' is on meta"):
+        program.simulate(x)
     for weights, words in (
         ({"wieght": x}, "no weight 'wieght'; did you mean 'weight'"),
         ({"weight": torch.zeros(4, 5)}, r"weight 'weight' is f32\[4, 5\]; the program was planned for f32\[4, 4\]"),
@@ -212,6 +217,8 @@ def test_what_cannot_be_loaded(tmp_path):
 
     manifest = json.loads(files["manifest.json"])
     refused(tmp_path / "none", "there is no file")
+    refused(tmp_path, "is a folder")
+    refused(3, "not 3")
     refused(changed(manifest=json.dumps(manifest | {"version": 3})), "q.spmd is of version 3, this .* reads up to 2")
     refused(changed(manifest=json.dumps(manifest | {"format": "x"})), "holds no program")
     refused(changed(program=files["program.json"][:-20]), "q.spmd is damaged")
