@@ -100,9 +100,16 @@ def check_B3():
         assert torch.equal(out[0].to_local(), pieces[rank].tanh()) and out[0].placements == (Shard(dim),)
 
 
-@pytest.mark.parametrize("check", [check_B1, check_B2, check_B3])
-def test_B(gloo4, check):
-    gloo4(check)
+def test_B1(gloo4):
+    gloo4(check_B1)
+
+
+def test_B2(gloo4):
+    gloo4(check_B2)
+
+
+def test_B3(gloo4):
+    gloo4(check_B3)
 
 
 LABELS = torch.randint(0, 3, (20,), generator=torch.Generator().manual_seed(0))
@@ -320,12 +327,24 @@ def check_B7_parallelize():
         assert torch.equal(whole(a), b[1]), name
 
 
-CHECKS = [check_B4, check_B5, check_B6, check_B7, check_B7_parallelize]
+def test_B4(gloo4):
+    gloo4(check_B4)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_B_modules(gloo4, check):
-    gloo4(check)
+def test_B5(gloo4):
+    gloo4(check_B5)
+
+
+def test_B6(gloo4):
+    gloo4(check_B6)
+
+
+def test_B7(gloo4):
+    gloo4(check_B7)
+
+
+def test_B7_parallelize(gloo4):
+    gloo4(check_B7_parallelize)
 
 
 @pytest.mark.parametrize("lower", ["eager", "inductor"])

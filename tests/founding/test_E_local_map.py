@@ -172,9 +172,20 @@ def check_E6(lower):
     close([w.grad, x.grad], [2 * t.grad for t in plain])
 
 
-@pytest.mark.parametrize("check", [check_E1, check_E2, check_E3, check_E4])
-def test_E(gloo4, check):
-    gloo4(check)
+def test_E1(gloo4):
+    gloo4(check_E1)
+
+
+def test_E2(gloo4):
+    gloo4(check_E2)
+
+
+def test_E3(gloo4):
+    gloo4(check_E3)
+
+
+def test_E4(gloo4):
+    gloo4(check_E4)
 
 
 @pytest.mark.parametrize("names", [True, False])
