@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..bodies import captured as body_of
+from ..bodies import drop_unread, with_bodies
 from ..cost import Profile, profile_of
 from ..family import Decisions, Family, Samples, common, even_cuts, expressions, member, pieces_of
 from ..ir import Captured, Partitioned
@@ -54,9 +56,12 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
 
 def prepared(captured: Captured) -> Captured:
-    """A captured graph, ready for the solver."""
+    """A captured graph and its bodies, ready for the solver."""
     stage(f"preparing {len(captured.graph.graph.nodes)} nodes")
-    return pad.run(unmerge.run(annotate.run(captured)))
+    found = pad.run(unmerge.run(annotate.run(captured)))
+    found = with_bodies(found, lambda body: prepared(body_of(body, captured.mesh)).graph)
+    drop_unread(found.graph)
+    return found
 
 
 def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) -> Partitioned:

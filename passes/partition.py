@@ -11,45 +11,45 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from ..bodies import call_of, count_turns
 from ..cost import Profile
-from ..ir import Captured, Emit, Partitioned, copy_meta, is_getitem, operands, producer, results, source_line
+from ..ir import (
+    Captured,
+    Emit,
+    Partitioned,
+    copy_meta,
+    is_getitem,
+    local_fake,
+    operands,
+    producer,
+    results,
+    source_line,
+)  # fmt: skip
 from ..placements import Mesh, Spec
+from ..plans import Plan
 from ..redistribute import Move, emit_move
 from ..rules import emit_choice
-from ..symbolic import bind_tree
 
 _IDENTITY = ("spmd::constrain", "spmd::to_local", "spmd::from_local")
 
 
-def run(captured: Captured, plan: Any, mesh: Mesh, profile: Profile) -> Partitioned:
+def run(captured: Captured, plan: Plan, mesh: Mesh, profile: Profile) -> Partitioned:
     """Before: an annotated graph and the plan for it.  After: a local graph in which every value has the spec the
     plan gave it and every redistribution is explicit, each copy of a value made once (in each phase for a
     parameter), where it is first needed."""
     return _Partitioner(captured, plan, mesh, profile).run()
 
 
-def local_fake(value: torch.Tensor, spec: Spec, mesh: Mesh) -> torch.Tensor:
-    """A fake tensor of the piece at coordinate 0, its dims in the memory order of the global value."""
-    shape = bind_tree(spec.local_shape(value.shape, mesh), {})
-    if tuple(shape) == tuple(value.shape):
-        return value
-    strides, run_ = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (value.stride(d), -d)):
-        if value.stride(d) != 0 or value.shape[d] <= 1:
-            strides[d] = run_
-            run_ *= max(shape[d], 1)
-    with value.fake_mode:
-        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-
-
 class _Partitioner:
-    def __init__(self, captured: Captured, plan: Any, mesh: Mesh, profile: Profile) -> None:
-        self.captured, self.plan, self.mesh, self.profile = captured, plan, mesh, profile
+    def __init__(self, captured: Captured, plan: Plan, mesh: Mesh, profile: Profile) -> None:
+        self.captured, self.mesh, self.profile = captured, mesh, profile
+        self.plan: Any = plan  # every value here has a spec
         self.graph = Graph()
         self.values: dict[tuple[Node, int], tuple[Node, Spec]] = {}
         self.copies: dict[tuple[Node, int, str], dict[Spec, Node]] = {}
         self.params = {n for n, i in zip(self._placeholders(), captured.inputs, strict=True) if i.kind == "param"}
         self.scalars: dict[Node, Node] = {}
+        self.bodies: dict[int, Node] = {}  # the node of each partitioned body, by its plan
         self.fake_mode = next(
             (v.fake_mode for n in captured.graph.graph.nodes for v in results(n) if hasattr(v, "fake_mode")), None
         )
@@ -74,7 +74,11 @@ class _Partitioner:
         ]
         outputs = [dataclasses.replace(o, spec=s)
                    for o, s in zip(self.captured.outputs, self.plan.outputs, strict=True)]  # fmt: skip
-        gm = GraphModule(self.captured.graph, self.graph)
+        attributes = {n.target: n.meta["val"] if isinstance(n.meta.get("val"), GraphModule)
+                      else operator.attrgetter(n.target)(self.captured.graph)
+                      for n in self.graph.find_nodes(op="get_attr")}  # fmt: skip
+        gm = GraphModule(attributes, self.graph)
+        count_turns(gm)
         solution = self.plan.solution
         return Partitioned(
             gm, inputs, outputs, self.captured.num_forward_outputs, self.mesh, self.captured,
@@ -83,6 +87,8 @@ class _Partitioner:
         )  # fmt: skip
 
     def _leaf(self, node: Node, name: str) -> None:
+        if node.op == "get_attr" and node.users and all(u in self.plan.bodies for u in node.users):
+            return  # a body, partitioned for each of its calls
         new = self.graph.node_copy(node)
         new.meta = dict(node.meta)
         new._rename(re.sub(r"\W+", "_", name).strip("_") or node.name)
@@ -113,11 +119,32 @@ class _Partitioner:
             self.values[node, 0] = (new, choice.results[0])
             return
         rule = self.plan.rules[node]
+        if node in self.plan.bodies:
+            call = call_of(node)
+            assert call is not None
+            for place, (captured, plan) in zip(call.bodies, self.plan.bodies[node], strict=True):
+                self.scalars[place] = self._body(place, captured, plan)
         made = emit_choice(self.graph, self.mesh, self.fake_mode, node, rule, choice, local, self.scalars)
         for r, new in enumerate(made):
             if new is not None:
                 new.meta["choice"], new.meta["result"] = choice, r
                 self.values[node, r] = (new, choice.results[r])
+
+    def _body(self, place: Node, captured: Captured, plan: Plan) -> Node:
+        """The node of a body partitioned by ``plan``; the names of its values begin with its own."""
+        if id(plan) not in self.bodies:
+            local = run(captured, plan, captured.mesh, self.profile).graph
+            new = self.graph.create_node("get_attr", place.name, name=place.name)
+            new.target = new.name
+            new.meta = {**place.meta, "val": local, "origin": place.name}
+            for node in local.graph.nodes:
+                if node.op != "output":
+                    node._rename(f"{new.name}_{node.name}")
+                if node.op == "placeholder":
+                    node.target = node.name
+            local.recompile()
+            self.bodies[id(plan)] = new
+        return self.bodies[id(plan)]
 
     def _obtain(self, value: Node, wanted: Spec, user: Node | None) -> Node:
         """The local node that holds ``value`` in spec ``wanted``, redistributing it on first need."""
@@ -157,7 +184,7 @@ class _Partitioner:
                 local.append(map_arg(value, self.scalars.__getitem__))
             else:
                 local.append(self._obtain(value, spec, None))
-        out = self.graph.output(tuple(local))
+        out = self.graph.output(local[0] if isinstance(node.args[0], Node) else tuple(local))
         out.meta = dict(node.meta)
         copy_meta(out, node)
 

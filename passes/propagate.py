@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from .. import bodies
 from ..blend import within
 from ..cost import Profile
 from ..family import Decisions
@@ -21,51 +21,36 @@ from ..hidden import cheapest, may_hide, priced, step_of, weighted
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
 from ..memory import Memory, OverBudget, lifetimes
 from ..placements import Mesh, Spec, SpmdError
+from ..plans import Bodies, Known, Plan
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..progress import stage
-from ..redistribute import Move, gathered
-from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated, rule_of
+from ..redistribute import gathered
+from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated
 from ..solve import solve
 
+TURNS = 8  # of a loop of which nobody knows how often it runs
 _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
-
-
-@dataclass
-class Plan:
-    """What `run` decided: for each node its rule and choice, for each value and phase the moves of its copies.
-
-    ``kept`` has the parameters of which the backward takes the forward's copy, with the spec of that; ``hidden`` the
-    values whose collectives run beside computation, where the profile says that they do.
-    """
-
-    rules: dict[Node, Rule]
-    choice: dict[Node, Choice]
-    trees: dict[tuple[Node, int, str], dict[Spec, Move]]
-    outputs: list[Spec | None]
-    solution: Solution
-    replicated_ops: tuple[str, ...]
-    kept: dict[Node, Spec]
-    hidden: frozenset[Node] = frozenset()
 
 
 def run(
     captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None = None,
-    holds: Callable[[Plan], tuple[Mapping[str, float], int]] | None = None,
+    holds: Callable[[Plan], tuple[Mapping[str, float], int]] | None = None, known: Known | None = None,
 ) -> Plan:  # fmt: skip
     """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least.
 
     Within ``memory``: ``holds`` gives the bytes a device of a plan, by kind, and the number of the node at which its
     memory peaks.
     """
-    stage("listing the choices of every node")
-    builder = _Builder(captured, mesh, profile, memory)
-    stage(f"choosing placements: {len(builder.problem.variables)} nodes on {mesh}")
+    say: Callable[[str], None] = stage if known is None else lambda what: None  # nothing of each body and border
+    say("listing the choices of every node")
+    builder = _Builder(captured, mesh, profile, memory, known=known)
+    say(f"choosing placements: {len(builder.problem.variables)} nodes on {mesh}")
     budget = memory.budget if memory is not None and holds is not None else None
     try:
         return _cheapest(builder, budget, holds)
     except OverBudget as error:
         # where even cuts leave too much, what the solver places may be cut unevenly too
-        rough = _Builder(captured, mesh, profile, memory, rough=True)
+        rough = _Builder(captured, mesh, profile, memory, rough=True, known=known)
         if rough.uneven == builder.uneven:
             raise
         try:
@@ -130,13 +115,14 @@ def decide(captured: Captured, decisions: Decisions, mesh: Mesh, profile: Profil
         {(nodes[n], r, phase): dict(tree) for (n, r, phase), tree in decisions.trees.items()},
         list(decisions.outputs), Solution([], [], compute, compute, 0.0, 0), decisions.replicated_ops,
         {nodes[n]: spec for n, spec in decisions.kept.items()}, builder.hidden,
+        {n: builder.planned(n, decisions.choices[n.name]) for n in rules if bodies.call_of(n)},
     )  # fmt: skip
 
 
 class _Builder:
     def __init__(
         self, captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None, build: bool = True,
-        rough: bool = False,
+        rough: bool = False, known: Known | None = None,
     ) -> None:  # fmt: skip
         self.captured, self.mesh, self.profile, self.memory = captured, mesh, profile, memory
         self.graph: Graph = captured.graph.graph
@@ -150,10 +136,11 @@ class _Builder:
         self.fallback: list[str] = []
         self.tangents: dict[int, Node] = {}  # by the output they belong to
         self.domains: dict[tuple[Choice, ...], tuple[Choice, ...]] = {}
-        self.shared: dict[Any, tuple[tuple[Choice, ...], np.ndarray]] = {}
-        self.given = {n: rule_of(n) for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n)}
+        self.known = known or Known()
+        self.given = {n: self.known.rule(n) for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n)}
         self.uneven = self._uneven(rough)
         self.problem.uneven = self.uneven
+        self.shared = self.known.shared.setdefault((mesh, self.uneven), {})
         self.keeps: dict[Node, int] = {}
         self.hidden = may_hide(self.graph, captured.inputs, captured.outputs) if profile.overlap else frozenset()
         self.sinks = self._build() if build else []
@@ -180,8 +167,33 @@ class _Builder:
         trees = dict(zip(self.hubs, solution.trees, strict=True))
         outputs = [None if i is None else made[i].operands[0] for i in self.sinks]
         kept = {n: spec for n, i in self.keeps.items() if (spec := made[i].operands[1]) != picked[n].results[0]}
-        fallback = tuple(dict.fromkeys(self.fallback))
-        return Plan(self.rules, picked, trees, outputs, solution, fallback, kept, self.hidden)
+        inner = {n: self.planned(n, c) for n, c in picked.items() if bodies.call_of(n)}
+        fallback = [*self.fallback, *(op for plans in inner.values() for _, p in plans for op in p.replicated_ops)]
+        replicated_ops = tuple(dict.fromkeys(fallback))
+        return Plan(self.rules, picked, trees, outputs, solution, replicated_ops, kept, self.hidden, inner)
+
+    def planned(self, node: Node, choice: Choice) -> Bodies:
+        """The bodies of a call under the border that a choice of it gives, and the plans for them, each made once.
+
+        Raises `SpmdError` where there is none.
+        """
+        call = bodies.call_of(node)
+        assert call is not None
+        found = []
+        for b, place in enumerate(call.bodies):
+            body = place.meta["val"]
+            border = bodies.border(call, b, choice.operands, choice.results, self.mesh)
+            if (body, border) not in self.known.inner:
+                program = bodies.captured(body, self.mesh, border)
+                try:
+                    self.known.inner[body, border] = program, run(program, border.mesh, self.profile, known=self.known)
+                except SpmdError as error:
+                    self.known.inner[body, border] = error
+            plan = self.known.inner[body, border]
+            if isinstance(plan, SpmdError):
+                raise plan
+            found.append(plan)
+        return tuple(found)
 
     # --- variables ---------------------------------------------------------------------------------------------
 
@@ -423,7 +435,7 @@ class _Builder:
                 continue
             source, r = producer(value)
             if out.spec is not None:
-                if is_partial(out.spec):
+                if is_partial(out.spec) and out.kind != "result":
                     raise SpmdError(f"output {out.name!r} ({source_line(value)}): {out.spec} asks for a partial value")
                 specs = [out.spec]
             elif value.meta.get("region") or source.meta.get("region"):
@@ -464,11 +476,16 @@ class _Builder:
         used = tuple(o.meta["val"].element_size() for o in operands(node))
         # what moves depends on strides and pads
         steps = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if r.windows and not isinstance(a, Node)]
+        call = bodies.call_of(node)
+        inner = tuple(id(b.meta["val"]) for b in call.bodies) if call is not None else ()
         taken = frozenset(u.args[1] for u in node.users if is_getitem(u))  # what else it makes need not travel
-        key = (r.key(), node.target, elements, used, taken, str(steps))
+        key = (r.key(), node.target, elements, used, taken, str(steps), inner)
         if key not in self.shared:
             picks = choices(r, self.mesh, self.uneven, ("sum", "max", "min", "product"))
             compute = np.array([self._compute(node, r, c) for c in picks])
+            if call is not None:
+                kept = np.flatnonzero(np.isfinite(compute))
+                picks, compute = tuple(picks[i] for i in kept), compute[kept]
             if not self.profile.repeats_work and r.flops:
                 work = np.array([self._flops(r, c) for c in picks])
                 kept = np.flatnonzero(work <= work.min() * (1 + 1e-9))
@@ -491,6 +508,8 @@ class _Builder:
     def _compute(self, node: Node, r: Rule, c: Choice) -> float:
         if node.op != "call_function":
             return 0.0
+        if (call := bodies.call_of(node)) is not None:
+            return self._turns(node, call, c)
         inside = self._inside(node, r, c) if self._sends(r, c) else 0.0
         if _is_view(node):
             return inside
@@ -511,6 +530,17 @@ class _Builder:
             if r.reduce.get(f) == "none":
                 return True
         return False
+
+    def _turns(self, node: Node, call: bodies.Call, c: Choice) -> float:
+        """Seconds of a call's bodies: of every turn of a loop, of the longer branch."""
+        try:
+            each = [p.solution.price for _, p in self.planned(node, c)]
+        except SpmdError:
+            return math.inf
+        if not call.trips:
+            return sum(each) * TURNS
+        apart = math.prod(bodies.border(call, 0, c.operands, c.results, self.mesh).mesh.shape)
+        return max(each) * -(-call.trips * apart // self.mesh.size)
 
     def _inside(self, node: Node, r: Rule, c: Choice) -> float:
         """Seconds of the collectives that a local form issues itself."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,7 +174,11 @@ def wire_bytes(kind: str, result_bytes: float, parts: int) -> float:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program.  ``bytes`` are those of one device's result, ``wire_bytes`` what it sends."""
+    """One collective of a program.  ``bytes`` are those of one device's result, ``wire_bytes`` what it sends.
+
+    Within a loop, or a region that is called again, ``wire_bytes`` are those of all ``times`` that it runs in a step
+    (0: nobody knows, and they are those of one turn).
+    """
 
     name: str
     kind: str
@@ -187,11 +191,12 @@ class Collective:
     phase: str
     source: str
     why: str
+    times: int = 1
 
     @staticmethod
     def of(node: Node) -> Collective:
         value = node.meta["val"]
-        nbytes = value.numel() * value.element_size()
+        nbytes, times = value.numel() * value.element_size(), node.meta.get("times", 1)
         return Collective(
             name=node.name,
             kind=KINDS[node.target],
@@ -200,12 +205,13 @@ class Collective:
             dtype=value.dtype,
             shape=tuple(int(s) for s in value.shape),
             bytes=nbytes,
-            wire_bytes=wire_bytes(KINDS[node.target], message_bytes(node), group_size(node)),
+            wire_bytes=wire_bytes(KINDS[node.target], message_bytes(node), group_size(node)) * max(1, times),
             phase=node.meta.get("phase", "forward"),
             source=node.meta.get("source", ""),
             why=node.meta.get("why", ""),
+            times=times,
         )
 
 
-def collectives(nodes: Sequence[Node]) -> tuple[Collective, ...]:
+def collectives(nodes: Iterable[Node]) -> tuple[Collective, ...]:
     return tuple(Collective.of(n) for n in nodes if is_collective(n))

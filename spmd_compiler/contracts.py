@@ -88,7 +88,7 @@ class Contract:
                 found.append(Broken(f"{name} is forbidden, and there {_are(those)}", those))
         for name, count in self.expect:
             those = tuple(c for c in made if fits(name, c.kind, c.axis))
-            if len(those) != count:
+            if sum(max(1, c.times) for c in those) != count:
                 found.append(Broken(f"{count} {name} are expected, and there {_are(those)}", those))
         sent, holds = sum(c.wire_bytes for c in made), sum(memory.values())
         if self.wire_bytes is not None and sent > self.wire_bytes:
@@ -102,7 +102,8 @@ class Contract:
 
 
 def _are(made: Sequence[Collective]) -> str:
-    count = "is none" if not made else "is 1" if len(made) == 1 else f"are {len(made)}"
+    number = sum(max(1, c.times) for c in made)
+    count = "is none" if not made else "is 1" if number == 1 else f"are {number}"
     return f"{count}{_places(c.source for c in made)}"
 
 

@@ -17,11 +17,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import passes
 from .annotations import constrain_op
-from .collectives import KINDS, Collective, axes_of, is_collective, message_bytes
+from .collectives import KINDS, Collective, axes_of, collectives, is_collective, message_bytes
 from .contracts import Contract, ContractError
 from .cost import profile_of
 from .diff import refs
-from .ir import Captured, Partitioned, is_getitem, source_line
+from .ir import Captured, Partitioned, body_of, is_getitem, nodes_within, source_line
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
 from .text import Line, Text, Type, readable, type_of, type_text
@@ -91,16 +91,16 @@ def _time(seconds: float) -> str:
 
 def explain(local: Partitioned, collective: Any, memory: Memory | None = None, solve: bool = True) -> Explanation:
     """Why ``collective`` (a `Collective` or its name) is in a program.  ``solve=False`` tries no alternatives."""
-    node = _find(local, collective)
+    node, whole, within = _find(local, collective)
     c = Collective.of(node)
-    joint = {n.name: n for n in local.captured.graph.graph.nodes}
+    joint = {n.name: n for n in whole.graph.nodes}
     if "value" in node.meta:  # a redistribution
         name, r = node.meta["value"]
         value, wanted, operand = _result(joint[name], r), node.meta["spec"], node.args[0]
         made = f"{operand.meta['spec']} by %{operand.name} = {_op(operand)}{_at(operand)}"
     else:  # inside the local form of an operator
         origin = node.meta["origin"]
-        results_of = (n for n in local.graph.graph.nodes if n.meta.get("origin") == origin and "choice" in n.meta)
+        results_of = (n for n in within.graph.nodes if n.meta.get("origin") == origin and "choice" in n.meta)
         final = next(results_of, node)
         value, wanted = _result(joint[origin], final.meta.get("result", 0)), final.meta.get("spec")
         made = f"inside {_op(joint[origin])}{_at(joint[origin])}, which gives {wanted}"
@@ -110,7 +110,9 @@ def explain(local: Partitioned, collective: Any, memory: Memory | None = None, s
     kind = type_of(value.meta["val"])
     shown = f"{_label(local, value)}{_at(value)}"
     seconds = local.profile.collective(local.mesh, c.kind, axes_of(node), message_bytes(node)) if local.profile else 0.0
-    wire = sum(Collective.of(n).wire_bytes for n in local.graph.graph.nodes if is_collective(n))
+    seconds *= max(1, c.times)
+    wire = sum(k.wire_bytes for k in collectives(nodes_within(local.graph.graph)))
+    solve = solve and within is local.graph  # what is in a body can't be constrained from outside
     tried = list(_alternatives(local, value, wanted, kind, axes_of(node), node, memory)) if solve else []
     tried.sort(key=lambda a: (a.price, a.wire_bytes, a.write))
     return Explanation(c, shown, type_text(kind), made, users, seconds, local.price, wire, tuple(tried))
@@ -141,9 +143,19 @@ def _placed(line: Line) -> str:
     return f"{line.spec or 'in pieces'} by {line.call()}{at}"
 
 
-def _find(local: Partitioned, collective: Any) -> Node:
+def _find(local: Partitioned, collective: Any) -> tuple[Node, GraphModule, GraphModule]:
+    """The node, and the global and local graph, the program's or a body's, in which it stands."""
+
+    def within(whole: GraphModule, gm: GraphModule) -> Iterator[tuple[Node, GraphModule, GraphModule]]:
+        bodies = {n.name: b for n in whole.graph.nodes if (b := body_of(n)) is not None}
+        for node in gm.graph.nodes:
+            if is_collective(node):
+                yield node, whole, gm
+            if (body := body_of(node)) is not None:
+                yield from within(bodies[node.meta["origin"]], body)
+
     name = collective.name if isinstance(collective, Collective) else collective
-    found = {n.name: n for n in local.graph.graph.nodes if is_collective(n)}
+    found = {place[0].name: place for place in within(local.captured.graph, local.graph)}
     key = str(name).removeprefix("%")
     if key not in found:
         raise SpmdError(f"the program has no collective {name!r}; it has {', '.join(found) or 'none'}")
@@ -165,10 +177,14 @@ def _at(node: Node) -> str:
 
 def _label(local: Partitioned, value: Node) -> str:
     names = dict(zip(local.captured.graph.graph.find_nodes(op="placeholder"), local.captured.inputs, strict=True))
+    if value.op == "placeholder" and value not in names:
+        return f"argument {value.name!r} of a body"
     return f"{names[value].kind} {names[value].name!r}" if value in names else f"the result of {_op(value)}"
 
 
 def _wanted(local: Partitioned, user: Node, node: Node) -> str:
+    if user.op == "output" and user.graph is not local.graph.graph:
+        return "a result of the body"
     if user.op == "output":
         places = [o for v, o in zip(user.args[0], local.outputs, strict=True) if v is node]
         return f"{places[0].kind} {places[0].name!r}, which is {places[0].spec}"
@@ -281,7 +297,7 @@ def _tried(
         found = passes.plan(changed, profile_of(local.profile), memory)
     except SpmdError:  # no program meets it
         return
-    wire = sum(Collective.of(n).wire_bytes for n in found.graph.graph.nodes if is_collective(n))
+    wire = sum(k.wire_bytes for k in collectives(nodes_within(found.graph.graph)))
     yield Alternative(write, spec, found.price, wire)
 
 
@@ -292,7 +308,7 @@ def enforce(local: Partitioned, contract: Contract, states: float = 0.0, memory:
     """Raise `ContractError`, with the dearest offender explained, where a program breaks a contract."""
     if not contract:
         return
-    made = tuple(Collective.of(n) for n in local.graph.graph.nodes if is_collective(n))
+    made = collectives(nodes_within(local.graph.graph))
     broken = contract.broken(made, held(local, states))
     if not broken:
         return

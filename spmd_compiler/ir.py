@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -73,6 +73,20 @@ def operands(node: Node) -> tuple[Node, ...]:
     flat: list[Node] = []
     map_arg((node.args, node.kwargs), flat.append)
     return tuple(n for n in flat if is_tensor(n.meta.get("val")))
+
+
+def body_of(node: Node) -> torch.fx.GraphModule | None:
+    """The body that a node stands for."""
+    value = node.meta.get("val") if node.op == "get_attr" else None
+    return value if isinstance(value, torch.fx.GraphModule) else None
+
+
+def nodes_within(graph: Graph) -> Iterator[Node]:
+    """The nodes of a graph, and behind each that stands for a body those of the body."""
+    for node in graph.nodes:
+        yield node
+        if (body := body_of(node)) is not None:
+            yield from nodes_within(body.graph)
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
@@ -249,14 +263,24 @@ class Emit:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add a call to the local graph; sympy expressions may stand for integers anywhere in its arguments."""
+        node = self.call_as(None, target, *args, **kwargs)
+        node.meta["val"] = fake_value(node, self.fake_mode)
+        return node
+
+    def call_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """`call` where the fake result is known."""
         name = getattr(target, "_opname", None) or getattr(target, "__name__", None)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         for key in META_KEYS:
             if key in self.node.meta:
                 node.meta[key] = self.node.meta[key]
-        node.meta["origin"] = self.node.name
-        node.meta["val"] = fake_value(node, self.fake_mode)
+        node.meta["origin"], node.meta["val"] = self.node.name, value
         return node
+
+    def result(self, result: int) -> torch.Tensor | None:
+        """A fake tensor of a result's local piece at coordinate 0, its dims in the memory order of the global value."""
+        value, spec = results(self.node)[result], self.result_specs[result]
+        return None if value is None or spec is None else local_fake(value, spec, self.mesh)
 
     def all_reduce(self, x: Node, factor: str, op: str = "sum") -> Node:
         """Reduce ``x`` over every axis of a factor."""
@@ -309,6 +333,20 @@ class Emit:
         for axis, total in zip(reversed(self.axes(factor)), reversed(levels[:-1]), strict=True):
             x = self.call(coll.all_gather, x, dim, total, axis, self.mesh[axis])
         return x
+
+
+def local_fake(value: torch.Tensor, spec: Spec, mesh: Mesh) -> torch.Tensor:
+    """A fake tensor of the piece at coordinate 0, its dims in the memory order of the global value."""
+    shape = bind_tree(spec.local_shape(value.shape, mesh), {})
+    if tuple(shape) == tuple(value.shape):
+        return value
+    strides, run_ = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (value.stride(d), -d)):
+        if value.stride(d) != 0 or value.shape[d] <= 1:
+            strides[d] = run_
+            run_ *= max(shape[d], 1)
+    with value.fake_mode:
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
 def fake_value(node: Node, fake_mode: Any, coordinates: dict[str, int] | None = None) -> Any:

@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy import functions as torch_functions
 
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
+from .bodies import adopt
 from .decompositions import EARLY, table
 from .dims import Dims, Guard
 from .family import fake_at
@@ -229,13 +230,11 @@ _SAME_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# --- the joint graph ----------------------------------------------------------------------------------------
-
-
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
+    fixed = torch._dynamo.config.patch(automatic_dynamic_shapes=False)  # bodies are of the sizes at hand
     try:
-        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers():
+        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers(), fixed:
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
     except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
         raise depends_on_data(_user_line(error), str(error) or type(error).__name__) from error
@@ -440,7 +439,7 @@ def _set_phases(gm: GraphModule) -> None:
 
 def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
     """Write the specs of annotations out on all axes of the mesh."""
-    for node in gm.graph.nodes:
+    for node in [n for m in gm.modules() if isinstance(m, GraphModule) for n in m.graph.nodes]:
         if node.target not in ANNOTATIONS:
             continue
         value = node.meta["val"] if node.target is from_local_op else node.args[0].meta["val"]
@@ -527,6 +526,7 @@ def assemble(
     _check_bodies(gm)
     constants = _lift_constants(gm, fake_mode)
     _set_phases(gm)
+    adopt(gm)
     _name_axes(gm, mesh)
     inputs: list[Input] = []
     arguments: list[int | torch.Tensor] = []

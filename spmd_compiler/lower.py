@@ -9,8 +9,10 @@ cut after.  Pieces are those of ``torch.chunk``, so that padding is always at th
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +23,12 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
 from . import collectives as coll
+from .bodies import call_of, made_by
+from .ir import body_of
 from .placements import Mesh
 from .symbolic import bind_tree, symbols_in
 
@@ -76,6 +81,10 @@ def bind(gm: GraphModule, mesh: Mesh, coordinates: Mapping[str, int], saved: Seq
             done[node] = writer.placeholder(node, own)
         elif node.op == "call_function" and not _symbolic(node) and not _changed(node, done):
             done[node] = writer.copy(node, done)
+        elif node.op == "call_function" and (call := call_of(node)):
+            done[node] = writer.copy(node, done)
+            own = call_of(done[node]) or call  # as often as this rank has slices
+            done[node].meta["val"] = made_by(own, done[call.bodies[-1]].meta["val"], writer.fake_mode)
         elif node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), done.__getitem__)
             args, kwargs = bind_tree((args, kwargs), coordinates)
@@ -83,7 +92,9 @@ def bind(gm: GraphModule, mesh: Mesh, coordinates: Mapping[str, int], saved: Seq
             writer.annotate(done[node], node)
         else:
             done[node] = writer.copy(node, done)
-    return GraphModule(gm, writer.graph)
+            if (body := body_of(node)) is not None:
+                done[node].meta["val"] = bind(body, mesh, coordinates)
+    return writer.module(gm)
 
 
 def _symbolic(node: Node) -> bool:
@@ -131,6 +142,14 @@ class _Writer:
         self.graph, self.fake_mode = Graph(), fake_mode
         self.origin: Node | None = None
 
+    def module(self, gm: GraphModule) -> GraphModule:
+        """The graph written, with what ``gm`` holds and with its own bodies."""
+        made = GraphModule(gm, self.graph)
+        for node in self.graph.find_nodes(op="get_attr"):
+            if (body := body_of(node)) is not None:
+                setattr(made, node.target, body)
+        return made
+
     def placeholder(self, node: Node, value: Any) -> Node:
         new = self.graph.node_copy(node)
         new.meta = {**node.meta, "val": value}
@@ -165,7 +184,9 @@ def expand_collectives(gm: GraphModule, groups: Groups) -> GraphModule:
             done[node] = getattr(writer, node.target._schema.name.removeprefix("spmd::"))(*args)
         else:
             done[node] = writer.copy(node, done)
-    return GraphModule(gm, writer.graph)
+            if (body := body_of(node)) is not None:
+                done[node].meta["val"] = expand_collectives(body, groups)
+    return writer.module(gm)
 
 
 class _Expansion(_Writer):
@@ -396,7 +417,7 @@ def compile_graph(gm: GraphModule, how: str, *, is_backward: bool = False, is_in
     returned = output.args[0]
     output.meta.setdefault("user_visible_output_idxs", list(range(len(returned))))
     context = TracingContext(fake_mode)
-    with tracing(context), V.set_fake_mode(fake_mode), context.report_output_strides() as strides:
+    with tracing(context), V.set_fake_mode(fake_mode), _counting(fake_mode), context.report_output_strides() as strides:
         compiled = compile_fx_inner(gm, examples, is_backward=is_backward, is_inference=is_inference)
     for value, stride in zip(returned, strides or [], strict=False):
         if isinstance(value, Node) and stride is not None:
@@ -407,6 +428,17 @@ def compile_graph(gm: GraphModule, how: str, *, is_backward: bool = False, is_in
                         found.shape, tuple(map(int, stride)), dtype=found.dtype, device=found.device
                     )
     return compiled
+
+
+@contextlib.contextmanager
+def _counting(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Numbers may be read off tensors, as the loops that Inductor makes of `scan` and `map` read how far they are."""
+    shapes = fake_mode.shape_env = fake_mode.shape_env or ShapeEnv()
+    before, shapes.settings = shapes.settings, dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
+    try:
+        yield
+    finally:
+        shapes.settings = before
 
 
 def compile_alone(gm: GraphModule, examples: list[Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from .ir import Output, Partitioned, is_getitem, nbytes, producer, results
+from .ir import Output, Partitioned, body_of, is_getitem, nbytes, producer, results
 from .placements import SpmdError
 from .text import readable, size
 
@@ -60,7 +60,21 @@ def curve(local: Partitioned) -> list[int]:
     for (node, r), (first, last) in lifetimes(local.graph.graph, local.outputs).items():
         change[first] += nbytes(results(node)[r])
         change[last + 1] -= nbytes(results(node)[r])
-    return list(itertools.accumulate(change[:-1]))
+    return [n + _inside(node) for n, node in zip(itertools.accumulate(change[:-1]), nodes, strict=True)]
+
+
+def _inside(node: Node) -> int:
+    """The most bytes of live values that the bodies of a call make, apart from those they return."""
+    most = 0
+    for body in filter(None, map(body_of, node.all_input_nodes)):
+        nodes = list(body.graph.nodes)
+        change = [0] * (len(nodes) + 1)
+        for (made, r), (first, last) in lifetimes(body.graph, ()).items():
+            if last < len(nodes) - 1:
+                change[first] += nbytes(results(made)[r])
+                change[last + 1] -= nbytes(results(made)[r])
+        most = max(most, *(n + _inside(m) for n, m in zip(itertools.accumulate(change[:-1]), nodes, strict=True)))
+    return most
 
 
 def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int], tuple[int, int]]:
@@ -74,7 +88,7 @@ def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int],
         for used in node.all_input_nodes:
             if (key := storage(used)) in found:
                 found[key] = (found[key][0], at)
-    for value, o in zip(nodes[-1].args[0], outputs, strict=True):
+    for value, o in zip(nodes[-1].args[0] if outputs else (), outputs, strict=True):
         if o.kind == "grad" and isinstance(value, Node):
             found.pop(storage(value), None)
     return found

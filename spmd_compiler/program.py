@@ -24,7 +24,7 @@ from .dims import Dim, Guard
 from .explain import Explanation, enforce
 from .explain import explain as why
 from .family import Family, check_member
-from .ir import Partitioned
+from .ir import Partitioned, nodes_within
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
 from .progress import stage
@@ -97,7 +97,7 @@ class Program:
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        return collectives(list(self.local.graph.graph.nodes))
+        return collectives(nodes_within(self.local.graph.graph))
 
     @property
     def wire_bytes(self) -> float:

@@ -149,14 +149,16 @@ class _Scanner:
     # --- a line ---------------------------------------------------------------------------------------------
 
     def line(self, mesh: Mesh) -> Line:
-        if self.row.startswith("%"):
+        self.space()
+        depth, start = self.at // 2, self.at
+        if self.row.startswith("%", self.at):
             name = self.take(_NAME, "a value's name")[1]
             self.skip(" = ")
             found = self.value(name)
         else:
             op = self.take(_WORD, "a value or an output")[0]
             if op not in OUTPUTS:
-                self.at = 0
+                self.at = start
                 raise self.fail("a value, or " + ", ".join(OUTPUTS))
             self.skip(" ")
             label = self.string()
@@ -178,13 +180,13 @@ class _Scanner:
         for axis in filter(None, found.get("axis", "").split("/")):
             if axis not in mesh.axes:
                 raise SpmdError(f"line {self.number}: {mesh} has no axis {axis!r}")
-        return Line(**found)
+        return Line(**found, depth=depth)
 
     def value(self, name: str) -> dict[str, Any]:
         op = self.take(_WORD, "an operator")[0]
         if op in INPUTS and self.skip(" ", False):
             return {"name": name, "op": op, "label": self.string()}
-        if op == "constant":
+        if op in ("constant", "body"):
             return {"name": name, "op": op}
         found: dict[str, Any] = {"name": name, "op": op}
         if op in COLLECTIVES:
@@ -284,12 +286,15 @@ class _Scanner:
             return tuple(map(int, parts))
         return tuple(parse_expression(n, self.hints) for n in parts)
 
-    def notes(self) -> dict[str, str]:
+    def notes(self) -> dict[str, Any]:
         if not self.skip("#", False):
             self.end()
             return {}
         parts = [p for p in self.row[self.at :].strip().split("  ") if p]
-        if parts and parts[-1].endswith(" wire"):
+        times = 1
+        if parts and (wire := re.fullmatch(r".* wire(?: x(\d+)|( in loop))?", parts[-1])):
+            times = int(wire[1]) if wire[1] else 0 if wire[2] else 1
             parts.pop()
         phase = "backward" if parts and parts[-1] == "backward" else "forward"
-        return {"phase": phase, "source": "  ".join(parts[: len(parts) - (phase == "backward")])}
+        source = "  ".join(parts[: len(parts) - (phase == "backward")])
+        return {"phase": phase, "source": source, "times": times}

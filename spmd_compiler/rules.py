@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -43,6 +44,14 @@ class Linear:
 
     operands: tuple[int, ...]
     ops: tuple[str, ...] = ("sum",)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a node on one axis, by the placements of its operands and results."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -70,13 +79,14 @@ class Rule:
     even: frozenset[str] = frozenset()  # factors that are cut evenly or not at all (the form can't do uneven pieces)
     windows: Mapping[str, frozenset[int]] = field(default_factory=dict)
     aligned: bool = False
+    ways: tuple[Way, ...] = ()  # to run it on one axis, besides what the factors give
 
     def key(self) -> tuple[Any, ...]:
         """Equal for rules that give equal choices."""
         return (
             self.operands, self.results, tuple(sorted(self.sizes.items())), tuple(sorted(self.reduce.items())),
             self.whole, self.linear, self.flops, self.even, tuple(sorted(self.windows.items())),
-            self.aligned,
+            self.aligned, self.ways,
         )  # fmt: skip
 
     def shardable(self) -> list[str]:
@@ -472,6 +482,8 @@ def choices(
     (sizes that the user's own placements cut unevenly); so are all the sizes of a window.  Partials other than those of
     ``partial_ops`` are not passed through.
     """
+    if r.ways:
+        return _from_ways(r, mesh, uneven)
     options = [o for o in _on_one_axis(r) if o.linear is None or o.linear[1] in partial_ops]
     composite = r.composite()
 
@@ -505,6 +517,35 @@ def choices(
             if specs not in found:
                 found[specs] = Choice(specs[:n], specs[n:], tuple(zip(sharers, orders, strict=True)))
     return tuple(found.values())
+
+
+def _from_ways(r: Rule, mesh: Mesh, uneven: Collection[tuple[int, int]]) -> tuple[Choice, ...]:
+    """The choices of a rule that lists its ways; each dim has a letter of its own."""
+    n = len(r.operands)
+    terms = (*r.operands, *r.results)
+    whole = Way((Replicate(),) * n, (Replicate(),) * len(r.results))
+    per_axis = [(whole, *r.ways) if mesh[a] > 1 else (whole,) for a in mesh.axes]
+    found: dict[tuple[Spec, ...], Choice] = {}
+    for combo in itertools.product(*per_axis):
+        placements = list(zip(*((*w.operands, *w.results) for w in combo), strict=True))
+        shared = any(len(cut := [p for p in t if type(p) is Shard]) > len(set(cut)) for t in placements)
+        for order in itertools.permutations(mesh.axes) if shared else (mesh.axes,):
+            specs = tuple(_spec(mesh.axes, p, _nesting(mesh.axes, p, order)) for p in placements)
+            fits = specs not in found
+            for dims_, spec in zip(terms, specs, strict=True):
+                for (f,), axes in ((dims_[d], axes) for d, axes in spec.sharding.items()):
+                    size, parts = r.sizes[f], math.prod(mesh[a] for a in axes)
+                    fits &= size % parts == 0 or (f not in r.even and (size, parts) in uneven)
+            if fits:
+                found[specs] = Choice(specs[:n], specs[n:])
+    return tuple(found.values())
+
+
+def _nesting(axes: Sequence[str], placements: Sequence[Placement], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The axes that share a dim, nested in ``order``."""
+    dims_ = {a: p.dim for a, p in zip(axes, placements, strict=True) if type(p) is Shard}
+    groups = [tuple(a for a in order if dims_.get(a) == d) for d in sorted(set(dims_.values()))]
+    return tuple(g for g in groups if len(g) > 1)
 
 
 # --- emission ----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from .aot import packaged
 from .collectives import is_collective
 from .dtensors import dtensor_spec, placements_for, spec_in, wrap
-from .ir import Output, Partitioned
+from .ir import Output, Partitioned, nodes_within
 from .lower import Compiled, Groups, bind, compile_graph, expand_collectives, match_saved
 from .passes import split
 from .placements import Mesh, Spec, SpmdError
@@ -87,7 +87,7 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
     forward, backward = split.run(program)
     count = program.num_forward_outputs
     saved, watched = saved_values(forward, count), watched_inputs(forward, count)
-    names = [", ".join(n.name for n in g.graph.nodes if is_collective(n)) for g in (forward, backward) if g]
+    names = [", ".join(n.name for n in nodes_within(g.graph) if is_collective(n)) for g in (forward, backward) if g]
     forward = _for_this_rank(forward, program, mesh)
     run_forward = compile_graph(forward, how, is_inference=backward is None)
     if backward is None:

@@ -244,11 +244,66 @@ def run(gm: GraphModule, mesh: Mesh, inputs: Sequence[Sequence[torch.Tensor]]) -
                     made = _RUN[node.target]([bound[r][0][0] for r in group], [tuple(bound[r][0][1:]) for r in group])
                     for rank, value in zip(group, made, strict=True):
                         env[rank][node] = value
+            elif node.target in _CALLS:
+                for rank, value in enumerate(_CALLS[node.target](mesh, [args for args, _ in bound])):
+                    env[rank][node] = value
             else:
                 for rank, (args, kwargs) in enumerate(bound):
                     env[rank][node] = node.target(*args, **kwargs)
         _release(node, users, env)
     raise SpmdError("the graph has no output")
+
+
+# --- operators that take bodies, in lockstep --------------------------------------------------------------------
+
+Ranks = list[tuple[Any, ...]]  # the arguments of each rank
+
+
+def _agreed(values: Sequence[Any], what: str) -> bool:
+    found = {bool(v) for v in values}
+    if len(found) != 1:
+        raise SpmdError(f"the predicate of a {what} differs between ranks")
+    return found.pop()
+
+
+def _invoke(mesh: Mesh, args: Ranks) -> list[Any]:
+    return run(args[0][0], mesh, [a[2:] for a in args])
+
+
+def _cond(mesh: Mesh, args: Ranks) -> list[Any]:
+    return run(args[0][1 if _agreed([a[0] for a in args], "cond") else 2], mesh, [a[3] for a in args])
+
+
+def _while(mesh: Mesh, args: Ranks) -> list[Any]:
+    (asks, body), given = args[0][:2], [list(a[2]) for a in args]
+    others = [list(a[3]) if len(a) > 3 else [] for a in args]
+    while _agreed([r[0] for r in run(asks, mesh, [g + o for g, o in zip(given, others, strict=True)])], "while_loop"):
+        given = run(body, mesh, [g + o for g, o in zip(given, others, strict=True)])
+    return given
+
+
+def _map(mesh: Mesh, args: Ranks) -> list[Any]:
+    return _scan(mesh, [(body, [], mapped, others) for body, mapped, others in args])
+
+
+def _scan(mesh: Mesh, args: Ranks) -> list[Any]:
+    given = [list(a[1]) for a in args]
+    turns, carried = {len(a[2][0]) for a in args}, len(given[0])
+    if len(turns) != 1:
+        raise SpmdError(f"ranks run a loop {sorted(turns)} times")
+    slices: list[list[list[Any]]] = [[] for _ in args]
+    for i in range(turns.pop()):
+        outs = run(args[0][0], mesh, [g + [x[i] for x in a[2]] + list(a[3]) for g, a in zip(given, args, strict=True)])
+        given = [out[:carried] for out in outs]
+        for kept, out in zip(slices, outs, strict=True):
+            kept.append(out[carried:])
+    return [[*g, *map(torch.stack, zip(*kept, strict=True))] for g, kept in zip(given, slices, strict=True)]
+
+
+hop = torch.ops.higher_order
+_CALLS: dict[Any, Callable[[Mesh, Ranks], list[Any]]] = {
+    hop.cond: _cond, hop.map_impl: _map, hop.scan: _scan, hop.while_loop: _while, hop.invoke_subgraph: _invoke,
+}  # fmt: skip
 
 
 def _release(node: Node, users: dict[Node, set[Node]], env: list[dict[Node, Any]]) -> None:

@@ -52,7 +52,8 @@ DAMAGE = (
     EOFError,
 )  # fmt: skip
 FORMAT, VERSION = "spmd_compiler program", 2  # 1 without dynamic dims
-KEPT = ("phase", "why", "origin", "result", "region", "of", "kept", "members", "joined")  # of a node's meta, plain data
+# of a node's meta, plain data
+KEPT = ("phase", "why", "origin", "result", "region", "of", "kept", "members", "joined", "times")
 CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 

@@ -27,19 +27,19 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from . import collectives as coll
 from .collectives import KINDS, is_collective
 from .dims import Dims
-from .ir import Partitioned, is_tensor, source_line
+from .ir import Partitioned, body_of, is_tensor, source_line
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import IntExpr, sized
 
@@ -49,8 +49,8 @@ DTYPES = {
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
 LEVELS = ("summary", "collectives", "full")
-INPUTS = ("param", "buffer", "input", "tangent", "seed")
-OUTPUTS = ("output", "mutation", "grad")
+INPUTS = ("param", "buffer", "input", "tangent", "seed", "argument")  # the last of a body, as are results
+OUTPUTS = ("output", "mutation", "grad", "result")
 COLLECTIVES = tuple(dict.fromkeys(coll.KINDS.values()))
 COLUMNS = (0, 58, 92, 116)  # where calls, types, specs and notes begin; fixed, so that a changed line changes no other
 
@@ -240,9 +240,11 @@ class Line:
     reduce: str | None = None
     source: str = ""
     phase: str = "forward"
+    depth: int = 0
+    times: int = 1
 
     def wire_bytes(self, mesh: Mesh) -> float:
-        """What one device sends; 0.0 where the line is no collective."""
+        """What one device sends, every time that the line runs in a step; 0.0 where the line is no collective."""
         if not self.axis or not isinstance(self.type, Type):
             return 0.0
         size: float = self.type.local_bytes
@@ -252,7 +254,7 @@ class Line:
             others = math.prod(n for d, n in enumerate(self.type.hint or self.type.local) if d != self.args[1])
             moved = max(coll.sent([r for (r,) in have], want))  # type: ignore[arg-type]
             size = moved * others * element_size(self.type.dtype)
-        return coll.wire_bytes(self.op, size, math.prod(mesh[a] for a in self.axis.split("/")))
+        return coll.wire_bytes(self.op, size, math.prod(mesh[a] for a in self.axis.split("/"))) * max(1, self.times)
 
     def call(self) -> str:
         """``%mm = aten.mm(%x, %w)``."""
@@ -260,8 +262,8 @@ class Line:
             return f"{self.op} {json.dumps(self.label)} = {argument_text(self.args[0])}"
         if self.op in INPUTS:
             return f"%{self.name} = {self.op} {json.dumps(self.label)}"
-        if self.op == "constant":
-            return f"%{self.name} = constant"
+        if self.op in ("constant", "body"):
+            return f"%{self.name} = {self.op}"
         head = f"[{self.axis}{f', {self.reduce}' if self.reduce else ''}]" if self.axis else ""
         args = [argument_text(a) for a in self.args] + [f"{k}={argument_text(v)}" for k, v in self.kwargs]
         return f"%{self.name} = {self.op}{head}({', '.join(args)})"
@@ -269,9 +271,11 @@ class Line:
     def text(self, mesh: Mesh) -> str:
         notes = [self.source, "backward" if self.phase == "backward" else ""]
         if self.axis:
-            notes.append(f"{readable(self.wire_bytes(mesh))} wire")
+            often = "" if self.times == 1 else f" x{self.times}" if self.times else " in loop"
+            notes.append(f"{readable(self.wire_bytes(mesh))} wire{often}")
         note = "  ".join(filter(None, notes))
-        fields = (self.call(), type_text(self.type), str(self.spec or ""), f"# {note}" if note else "")
+        call = "  " * self.depth + self.call()
+        fields = (call, type_text(self.type), str(self.spec or ""), f"# {note}" if note else "")
         line = ""
         for column, text in zip(COLUMNS, fields, strict=True):
             if text:
@@ -279,19 +283,20 @@ class Line:
         return line
 
 
-def line_of(node: Node, hints: Mapping[str, int] = {}) -> Line:
+def line_of(node: Node, hints: Mapping[str, int] = {}, depth: int = 0) -> Line:
     """The line of a call or a constant of a local graph, whose dynamic dims have these sizes in the example."""
     args = tuple(plain(a) for a in node.args)
     kwargs = tuple((k, plain(v)) for k, v in node.kwargs.items())
     op, axis, reduce = target_text(node), "", None
     if node.op == "get_attr":
-        op, args, kwargs = "constant", (), ()
+        op, args, kwargs = "constant" if body_of(node) is None else "body", (), ()
     elif is_collective(node):
         op, axis, reduce = KINDS[node.target], "/".join(coll.axes_of(node)), coll.reduce_op(node)
         args = (args[0], *_dims(node, hints))
+    kind = None if op == "body" else type_of(node.meta.get("val"), node.meta.get("global"), node.meta.get("local"))
     return Line(
-        node.name, op, args, kwargs, type_of(node.meta.get("val"), node.meta.get("global"), node.meta.get("local")),
-        node.meta.get("spec"), "", axis, reduce, " ".join(source_line(node).split()), _phase(node),
+        node.name, op, args, kwargs, kind, node.meta.get("spec"), "", axis, reduce,
+        " ".join(source_line(node).split()), _phase(node), depth, node.meta.get("times", 1) if axis else 1,
     )  # fmt: skip
 
 
@@ -319,6 +324,35 @@ def _dims(node: Node, hints: Mapping[str, int]) -> list[Argument]:
     return [] if node.target is coll.all_reduce else [node.args[1]]
 
 
+def _lines(
+    graph: Graph, inputs: Sequence[tuple[str, str]], outputs: Sequence[tuple[str, str, Spec | None]],
+    hints: Mapping[str, int], depth: int,
+) -> Iterator[Line]:  # fmt: skip
+    """The lines of a graph, and within it of each body, once."""
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            op, label = next(given)
+            kind = type_of(node.meta.get("val"), node.meta.get("global"), node.meta.get("local"))
+            yield Line(node.name, op, (), (), kind, node.meta.get("spec"), label, depth=depth)
+        elif node.op == "output":
+            for value, (op, label, spec) in zip(_flat(node), outputs, strict=True):
+                yield Line("", op, (plain(value),), spec=spec, label=label, depth=depth)
+        else:
+            yield line_of(node, hints, depth)
+        if (body := body_of(node)) is not None:
+            places = body.graph.find_nodes(op="placeholder")
+            made = _flat(next(n for n in reversed(body.graph.nodes) if n.op == "output"))
+            takes = [("argument", f"{node.name}.{i}") for i in range(len(places))]
+            gives = [("result", f"{node.name}.{i}", v.meta.get("spec") if isinstance(v, Node) else None)
+                     for i, v in enumerate(made)]  # fmt: skip
+            yield from _lines(body.graph, takes, gives, hints, depth + 1)
+
+
+def _flat(output: Node) -> list[Any]:
+    return list(output.args[0]) if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
+
+
 @dataclass(frozen=True)
 class Text:
     """A program's text as data.  ``memory`` holds bytes a device, by kind."""
@@ -335,19 +369,9 @@ class Text:
     def of(local: Partitioned, memory: Mapping[str, int] | None = None, dims: Dims | None = None) -> Text:
         """The text of a partitioned graph, with expressions of ``dims`` if it is that of a family."""
         hints = dims.hints if dims is not None else {}
-        inputs = iter(local.inputs)
-        lines = []
-        for node in local.graph.graph.nodes:
-            if node.op == "placeholder":
-                i = next(inputs)
-                kind = type_of(node.meta.get("val"), node.meta.get("global"), node.meta.get("local"))
-                lines.append(Line(node.name, i.kind, (), (), kind, node.meta.get("spec"), i.name))
-            elif node.op == "output":
-                flat = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
-                for value, o in zip(flat, local.outputs, strict=True):
-                    lines.append(Line("", o.kind, (plain(value),), spec=o.spec, label=o.name))
-            else:
-                lines.append(line_of(node, hints))
+        inputs = [(i.kind, i.name) for i in local.inputs]
+        outputs = [(o.kind, o.name, o.spec) for o in local.outputs]
+        lines = list(_lines(local.graph.graph, inputs, outputs, hints, 0))
         profile = PurePath(local.profile.name).name if local.profile is not None else ""
         profile += "+overlap" if local.profile is not None and local.profile.overlap else ""
         held = tuple((memory or {}).items())
@@ -361,7 +385,7 @@ class Text:
             raise SpmdError(f"the text is of level {self.level}, which does not hold what level {level} shows")
         kept = {"full": self.lines, "summary": ()}.get(level)
         if kept is None:
-            kept = tuple(k for k in self.lines if k.axis or k.op in INPUTS or k.op in OUTPUTS)
+            kept = tuple(k for k in self.lines if k.axis or k.op in (*INPUTS, *OUTPUTS, "body"))
         return dataclasses.replace(self, lines=kept, level=level)
 
     @property

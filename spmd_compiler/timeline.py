@@ -14,9 +14,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from .bodies import call_of
 from .collectives import KINDS, axes_of, is_collective, message_bytes
 from .cost import Profile, profile_of
-from .ir import Partitioned, is_getitem, nbytes, results, source_line
+from .ir import Partitioned, body_of, is_getitem, nbytes, results, source_line
 from .placements import Mesh
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -59,6 +60,10 @@ def duration(node: Node, mesh: Mesh, profile: Profile) -> tuple[float, str]:
     """``(seconds, stream)`` of a node of a local graph."""
     if is_collective(node):
         return profile.collective(mesh, KINDS[node.target], axes_of(node), message_bytes(node)), COMMUNICATION
+    if inside := [n for b in map(body_of, node.all_input_nodes) if b is not None for n in b.graph.nodes]:
+        call = call_of(node)
+        seconds = sum(duration(n, mesh, profile)[0] for n in inside)
+        return seconds * max(1, call.trips if call is not None else 1), COMPUTE
     if node.op != "call_function" or is_getitem(node) or getattr(node.target, "is_view", False):
         return 0.0, COMPUTE
     made = [v for v in results(node) if v is not None]

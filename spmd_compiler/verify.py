@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from . import collectives as coll
 from . import simulate
+from .bodies import Call, border, call_of, returned
 from .ir import Partitioned, operands, results, source_line
 from .placements import Mesh, Spec, SpmdError
 from .redistribute import alias_op, slice_op
@@ -38,22 +39,54 @@ def derive(local: Partitioned) -> None:
     A redistribution must lead from its operand's spec to its own; a computed value must follow from the specs of
     the operands by the node's rule, axis by axis; every local shape must be the one the spec gives.
     """
-    joint = {n.name: n for n in local.captured.graph.graph.nodes}
-    for node in local.graph.graph.nodes:
+    _derive(local.captured.graph, local.graph, local.mesh)
+
+
+def _derive(whole: GraphModule, gm: GraphModule, mesh: Mesh) -> None:
+    joint = {n.name: n for n in whole.graph.nodes}
+    for node in gm.graph.nodes:
         spec = node.meta.get("spec")
         if spec is None:
             continue
-        expected = bind_tree(spec.local_shape(node.meta["global"], local.mesh), {})
+        expected = bind_tree(spec.local_shape(node.meta["global"], mesh), {})
         if tuple(node.meta["val"].shape) != tuple(expected):
             raise VerificationError(
                 f"{_where(node)}: local shape {tuple(node.meta['val'].shape)}, {spec} gives {expected}"
             )
         if "value" in node.meta:
-            _check_move(node, local.mesh)
+            _check_move(node, mesh)
         elif "joined" in node.meta:
-            _check_joined(node, local.mesh)
+            _check_joined(node, mesh)
         elif node.op == "call_function" and "choice" in node.meta:
             _check_choice(node, joint[node.meta["origin"]])
+    for node in gm.graph.nodes:
+        if call := call_of(node):
+            _check_bodies(node, call, joint[node.meta["origin"]], mesh)
+
+
+def _check_bodies(node: Node, call: Call, origin: Node, mesh: Mesh) -> None:
+    """The specs of a call's operands and results are those of its bodies' inputs and outputs, and of all that a loop
+    carries; every spec in a body follows."""
+    given = [o.meta["spec"] for o in operands(node)]
+    made: list[Spec | None] = [None] * len(results(node))
+    for user in node.users:
+        made[user.args[1]] = user.meta["spec"]
+    meant = call_of(origin)
+    assert meant is not None
+    for b, (place, whole) in enumerate(zip(call.bodies, meant.bodies, strict=True)):
+        body, at = place.meta["val"], border(call, b, given, made, mesh)
+        inputs = [n.meta.get("spec") for n in body.graph.find_nodes(op="placeholder")]
+        outputs = [v.meta.get("spec") if isinstance(v, Node) else None for v in returned(body)]
+        decides = call.asks and b == 0
+        expected = [o if s is None else s for s, o in zip(at.outputs, outputs, strict=True)]  # None: nobody reads it
+        if inputs != list(at.inputs) or outputs != expected:
+            raise VerificationError(f"{_where(node)}: body {b} takes {inputs} and gives {outputs}, its call says {at}")
+        if not decides and outputs[: call.carried] != inputs[: call.carried]:
+            raise VerificationError(f"{_where(node)}: body {b} carries {inputs[: call.carried]} in and {outputs} out")
+        apart = [a for a in mesh.axes if at.mesh[a] != mesh[a]]
+        if any(not s[a].is_replicate() for s in (*inputs, *outputs) if s is not None for a in apart):
+            raise VerificationError(f"{_where(node)}: body {b} knows {apart}, which part its slices between devices")
+        _derive(whole.meta["val"], body, at.mesh)
 
 
 def _where(node: Node) -> str:
@@ -136,6 +169,9 @@ def _legal(r: Rule, given: list, made: list, kept: list[bool]) -> bool:
     if all(isinstance(p, Replicate) for p in given + made):
         return True
     outs = [d for d, k in zip(r.results, kept, strict=True) if k]
+    for way in r.ways:
+        if given == list(way.operands) and made == [p for p, k in zip(way.results, kept, strict=True) if k]:
+            return True
     for factor in r.shardable():
         expected = [_shard_of(d, factor) or Replicate() for d in r.operands]
         missing = r.reduce.get(factor, "sum")

@@ -143,7 +143,7 @@ HEAD = 'program "p"  mesh(a=2)\n'
         (HEAD + '%x = input "x"  f32[2]  {a: Q}', "line 2, column 25"),
         (HEAD + "%x = aten.neg(y z)", "column 15: expected an argument"),
         (HEAD + "%x = all_reduce[b, sum](%y)", "no axis 'b'"),
-        (HEAD + "result", "a value, or output"),
+        (HEAD + "outcome", "a value, or output"),
         (HEAD + 'output "out" = %x  {a: R} trailing', "line 2, column 27"),
     ],
 )

@@ -1,0 +1,239 @@
+"""Operators that take bodies: partitioned inside, equal to one device on every simulated rank and over gloo."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch._higher_order_ops as higher_order
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+import spmd_compiler as spmd
+from spmd_compiler import passes
+from spmd_compiler.capture import capture_graph
+from spmd_compiler.collectives import collectives
+from spmd_compiler.ir import body_of, nodes_within
+from spmd_compiler.reader import parse
+from spmd_compiler.text import Text
+from spmd_compiler.verify import VerificationError, derive
+
+
+def mlp(x, a, b):
+    return torch.relu(x @ a) @ b
+
+
+def looped(x, a, b):
+    return higher_order.scan(lambda c, t: (c + mlp(c, a, b), (c * t).cumsum(-1)), x, torch.arange(3, dtype=x.dtype))
+
+
+PROGRAMS = {
+    "cond": lambda x, a, b: torch.cond(x.sum() > 0, lambda *t: mlp(*t), lambda x, a, b: x.softmax(0) + mlp(x, a, b), (x, a, b)),
+    "map": lambda x, a, b: higher_order.map(lambda r, a, b: mlp(r, a, b).softmax(-1), x, a, b),
+    "scan": looped,
+    "while": lambda x, a, b: higher_order.while_loop(
+        lambda i, x: (i < 3) & (x.sum() < 1e9), lambda i, x: (i + 1, x + mlp(x, a, b)), (torch.tensor(0), x)
+    ),
+    "nested": lambda x, a, b: higher_order.map(
+        lambda r, a, b: torch.cond(r.sum() > 0, lambda *t: mlp(*t), lambda r, a, b: r.clone(), (r, a, b)), x, a, b
+    ),
+}  # fmt: skip
+PLACED = {
+    "megatron": {"a": {"tp": Shard(1)}, "b": {"tp": Shard(0)}},
+    "batch": {"x": {"tp": Shard(0)}},
+    "both": {"x": {"dp": Shard(0)}, "a": {"tp": Shard(1)}, "b": {"dp": Shard(1), "tp": Shard(0)}},
+}
+MESHES = {"megatron": {"tp": 4}, "batch": {"tp": 4}, "both": {"dp": 2, "tp": 2}}
+
+
+LARGE = (8, 64, 256)  # so that weights are dearer to gather than what comes out of them to reduce
+
+
+def arguments(n=8, k=6, hidden=16, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (n, k), (k, hidden), (hidden, k)
+    return tuple(torch.randn(s, dtype=torch.float64, generator=generator).div(2).requires_grad_(grad) for s in shapes)
+
+
+def total(f):
+    leaves = torch.utils._pytree.tree_leaves
+    return lambda x, a, b: sum(t.square().sum() for t in leaves(f(x, a, b)) if t.is_floating_point())
+
+
+def planned(name, placed="megatron", backward=False, sizes=(), **options):
+    args = arguments(*sizes, grad=backward)
+    f = total(PROGRAMS[name]) if backward else PROGRAMS[name]
+    options = {"mesh": MESHES[placed], "placements": PLACED[placed], "profile": "bytes", **options}
+    return spmd.export(f, args, backward=backward, **options), args
+
+
+@pytest.mark.parametrize(("placed", "sizes"), [("batch", (7, 5, 13)), ("both", (8, 6, 16))], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_forward_and_backward(name, placed, sizes):
+    for backward in (False, True) if name != "while" else (False,):
+        program, args = planned(name, placed, backward, sizes)
+        derive(program.local)
+        assert not program.replicated_ops
+        for sign in (1, -1):  # the other branch
+            args = (sign * args[0].detach().abs(), *args[1:])
+            if not backward:
+                torch.testing.assert_close(program.simulate(*args), PROGRAMS[name](*args))
+                continue
+            args = [t.detach().requires_grad_() for t in args]
+            loss = total(PROGRAMS[name])(*args)
+            found, gradients = program.simulate(*args)
+            torch.testing.assert_close(found, loss.detach())
+            for got, want in zip(gradients.values(), torch.autograd.grad(loss, args), strict=True):
+                torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("scan", [3, 3]), ("while", [0]), ("cond", [1, 1, 1, 1]), ("map", [8, 8, 1])])
+def test_sharded_weights_stay_where_they_are(name, counts):
+    """One reduction each way, in a loop once a turn; of the gradient that a `map` stacks once for all slices."""
+    program, _ = planned(name, backward=name != "while", sizes=LARGE)
+    assert [c.times for c in program.collectives] == counts
+    assert {c.kind for c in program.collectives} == {"all_reduce"}
+    assert name not in ("scan", "while") or program.wire_bytes == sum(max(1, n) * 2 * 3 / 4 * 8 * 64 * 8 for n in counts)
+    assert program.gap == 0.0
+
+
+def test_slices_of_a_map_are_parted_between_devices():
+    program, _ = planned("map", "batch", sizes=LARGE)
+    assert not program.collectives
+    body = next(filter(None, map(body_of, program.local.graph.graph.nodes)))
+    assert all(n.meta["spec"].is_replicated() for n in body.graph.nodes if "spec" in n.meta)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_text_and_files_hold_bodies(name, tmp_path):
+    program, args = planned(name, sizes=LARGE)
+    text = program.text()
+    assert str(parse(text)) == text
+    assert ("in loop" in text) == (name == "while") and (" wire x3" in text) == (name == "scan")
+    assert all(text.count(f"%{n.name} = body") == 1 for n in program.local.graph.graph.nodes if body_of(n))
+    program.save(tmp_path / "p.spmd")
+    again = spmd.load(tmp_path / "p.spmd")
+    assert again.text() == text and spmd.diff(program, again).same
+    again.verify()
+    torch.testing.assert_close(again.simulate(*args), PROGRAMS[name](*args))
+    first = program.collectives[0]
+    assert first.name in str(spmd.explain(program, first))
+
+
+def test_a_change_of_what_a_body_sends_is_told():
+    old, new = (planned("scan", sizes=LARGE, **o)[0] for o in ({}, {"placements": {}}))
+    words = str(spmd.diff(old, new))
+    assert "- all_reduce[tp, sum] of f32[8, 64] at " in words.replace("f64", "f32") and "wire" in words
+
+
+def bodies_of(program):
+    return [body_of(n) for n in program.local.graph.graph.nodes if body_of(n) is not None]
+
+
+def misplaced(program):
+    place = next(n for n in bodies_of(program)[-1].graph.nodes if n.meta["val"].dim() == 2)
+    place.meta["spec"] = spmd.Spec(("tp",), (Shard(0),))
+    place.meta["val"] = place.meta["val"][:2]
+
+
+def unreduced(program):
+    node = next(n for n in bodies_of(program)[-1].graph.nodes if "all_reduce" in n.name)
+    node.replace_all_uses_with(node.args[0])
+
+
+def other_carry(program):
+    body = bodies_of(program)[-1]
+    first = next(v for v in body.graph.output_node().args[0] if v.meta["val"].dim() == 2)
+    first.meta["spec"] = spmd.Spec(("tp",), (Shard(1),))
+    first.meta["global"] = (8, 256)
+
+
+@pytest.mark.parametrize("damage", [misplaced, unreduced, other_carry])
+@pytest.mark.parametrize("name", ["scan", "while"])
+def test_the_verifier_looks_inside(name, damage):
+    program, _ = planned(name, sizes=LARGE)
+    derive(program.local)
+    damage(program)
+    with pytest.raises(VerificationError):
+        program.verify()
+
+
+# --- on processes -----------------------------------------------------------------------------------------------
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def compiled(name, how, sizes):
+    program, args = planned(name, "both", name != "while", sizes)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    step = program.compile(mesh, lower=how)
+    found = step(*[a.detach() for a in args])
+    if name == "while":
+        torch.testing.assert_close([whole(t) for t in found], list(PROGRAMS[name](*args)))
+        return
+    loss = total(PROGRAMS[name])(*args)
+    torch.testing.assert_close(whole(found[0]), loss.detach())
+    for got, want in zip(found[1].values(), torch.autograd.grad(loss, args), strict=True):
+        torch.testing.assert_close(whole(got), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "sizes"),
+    [("scan", "eager", (7, 5, 13)), ("cond", "inductor", (7, 5, 13)), ("while", "inductor", (8, 6, 16)),
+     ("scan", "inductor", (8, 6, 16))],
+)  # fmt: skip
+def test_over_gloo(gloo4, name, how, sizes):
+    gloo4(compiled, name, how, sizes)
+
+
+# --- regions ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def regions(depth):
+    """The passes' program of a step of a tower of equal regions: weights on tp, the batch on dp."""
+    torch._dynamo.reset()
+    found = []
+
+    def plan(gm, args):
+        captured = capture_graph(gm, spmd.Mesh({"dp": 2, "tp": 2})).captured
+        for i, given in enumerate(captured.inputs):
+            dims = {"up": "{dp: R, tp: S(0)}", "down.weight": "{dp: S(0), tp: S(1)}", "x": "{dp: S(0), tp: R}"}
+            spec = next((t for k, t in dims.items() if k in given.name and given.kind != "tangent"), None)
+            if spec is not None:
+                captured.inputs[i] = dataclasses.replace(given, spec=spmd.Spec.parse(spec))
+        found.append(passes.run(captured, passes.Options("bytes", verify=True)))
+        return gm.forward
+
+    torch.compile(Tower(depth), backend=plan)(torch.randn(8, 16))
+    return found[0]
+
+
+def test_regions_are_partitioned_once():
+    """Whatever the depth there is one body for the forward and one for the backward; what grows is their calls."""
+    few, many = regions(3), regions(6)
+    places = [[n for n in p.graph.graph.nodes if body_of(n) is not None] for p in (few, many)]
+    assert len(places[0]) == len(places[1]) == 2
+    assert {c.times for c in collectives(nodes_within(many.graph.graph)) if "subgraph" in c.name} == {5}
+    assert str(parse(str(Text.of(many)))) == str(Text.of(many))
