@@ -1,12 +1,13 @@
 """Operators that take bodies: partitioned inside, equal to one device on every simulated rank and over gloo."""
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 import torch._higher_order_ops as higher_order
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import spmd_compiler as spmd
 from spmd_compiler import passes
@@ -237,3 +238,22 @@ def test_regions_are_partitioned_once():
     assert len(places[0]) == len(places[1]) == 2
     assert {c.times for c in collectives(nodes_within(many.graph.graph)) if "subgraph" in c.name} == {5}
     assert str(parse(str(Text.of(many)))) == str(Text.of(many))
+
+
+def steps_of_regions():
+    torch.manual_seed(0)
+    plain = Tower(3).double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    columns, rows = {"tp": Shard(0)}, {"tp": Shard(1)}
+    ours = spmd.parallelize(copy.deepcopy(plain), mesh, {"*.up.*": columns, "*.down.weight": rows})
+    torch.compiler.reset()
+    step = torch.compile(ours, backend="spmd", options={"lower": "eager", "profile": "bytes"})
+    x = torch.randn(7, 16, dtype=torch.float64)
+    loss, want = step(distribute_tensor(x, mesh, [Shard(0), Replicate()])), plain(x)
+    loss.backward(), want.backward()
+    grads = [whole(p.grad) for p in ours.parameters()]
+    torch.testing.assert_close([whole(loss), *grads], [want, *(p.grad for p in plain.parameters())])
+
+
+def test_regions_train_over_gloo(gloo4):
+    gloo4(steps_of_regions)
