@@ -261,13 +261,13 @@ class Emit:
 
     # --- what a form may do --------------------------------------------------------------------------------
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """Add a call to the local graph; sympy expressions may stand for integers anywhere in its arguments."""
         node = self.call_as(None, target, *args, **kwargs)
         node.meta["val"] = fake_value(node, self.fake_mode)
         return node
 
-    def call_as(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def call_as(self, value: Any, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """`call` where the fake result is known."""
         name = getattr(target, "_opname", None) or getattr(target, "__name__", None)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)

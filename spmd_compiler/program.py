@@ -308,12 +308,11 @@ class Placements:
         if any(self.given[k] != self.given[exact[0]] for k in exact):
             raise SpmdError(f"{' and '.join(map(repr, exact))} are one tensor, and their placements differ")
         key = (exact or fits)[0]
-        if isinstance(self.given[key], str):
-            if self.given[key] == "auto":
-                return None
-            return Spec.of(self.mesh, Spec.parse(self.given[key]), ndim)
+        given = self.given[key]
+        if isinstance(given, str) and given == "auto":
+            return None
         try:
-            return Spec.of(self.mesh, self.given[key], ndim)
+            return Spec.of(self.mesh, Spec.parse(given) if isinstance(given, str) else given, ndim)
         except SpmdError as error:
             raise SpmdError(f"placement of {name!r} {tuple(shape)}: {error}") from None
 

@@ -10,8 +10,8 @@ import spmd_compiler as spmd
 from benchmarks.auto import ROOM, Case, expert_layouts, plan, sequence_layouts, table_layouts
 from benchmarks.models import DLRM, Experts
 from llama import Config, Llama
+from spmd_compiler.blend import ENOUGH
 from spmd_compiler.cost import PROFILES, Link
-from spmd_compiler.passes.propagate import ENOUGH
 
 # a small machine, on which small models are worth cutting
 SMALL = dataclasses.replace(
