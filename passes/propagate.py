@@ -29,6 +29,7 @@ from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated
 from ..solve import solve
 
 TURNS = 8  # of a loop of which nobody knows how often it runs
+MANY = 256  # devices from which a view whose pieces are cut unevenly is priced as if all of a piece moved
 _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
 
 
@@ -510,7 +511,11 @@ class _Builder:
             return 0.0
         if (call := bodies.call_of(node)) is not None:
             return self._turns(node, call, c)
-        inside = self._inside(node, r, c) if self._sends(r, c) else 0.0
+        axes = self._sends(r, c)
+        if _is_view(node) and math.prod(self.mesh[a] for a in axes) > MANY:
+            piece = self._piece(operands(node)[0].meta["val"], c.operands[0])
+            return self.profile.collective(self.mesh, "permute", axes, piece)
+        inside = self._inside(node, r, c) if axes else 0.0
         if _is_view(node):
             return inside
         used, made = operands(node), results(node)
@@ -521,15 +526,15 @@ class _Builder:
         flops = self._flops(r, c)
         return inside + self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)
 
-    def _sends(self, r: Rule, c: Choice) -> bool:
-        """Whether the local form may hold collectives."""
+    def _sends(self, r: Rule, c: Choice) -> tuple[str, ...]:
+        """The axes over which the local form may hold collectives; none, where it holds none."""
         for f, axes in c.factor_axes:
             parts = math.prod(self.mesh[a] for a in axes)
             if f in r.windows and not (r.aligned and all(n % parts == 0 for n in r.windows[f])):
-                return True
+                return axes
             if r.reduce.get(f) == "none":
-                return True
-        return False
+                return axes
+        return ()
 
     def _turns(self, node: Node, call: bodies.Call, c: Choice) -> float:
         """Seconds of a call's bodies: of every turn of a loop, of the longer branch."""
