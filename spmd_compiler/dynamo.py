@@ -1,7 +1,7 @@
 """How Dynamo sees DTensors while it traces for this compiler: as plain tensors of global shape.
 
 Dynamo would run DTensor's own propagation while it traces, and fail where that does (a plain tensor beside a
-DTensor, an op without a strategy).  `install` replaces seven of its functions by ones that do as before unless the
+DTensor, an op without a strategy).  `install` replaces some of its functions by ones that do as before unless the
 active compiler is ours; then
 
 * a DTensor input becomes a fake tensor of its global shape, which is guarded (Dynamo's guard on its spec stays);

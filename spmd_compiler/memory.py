@@ -52,12 +52,17 @@ def peak(local: Partitioned, states: float) -> tuple[dict[str, int], int]:
 
 def curve(local: Partitioned) -> list[int]:
     """Bytes of live inputs and values at each node of the schedule."""
-    nodes = list(local.graph.graph.nodes)
+    graph = local.graph.graph
+    given = zip(graph.find_nodes(op="placeholder"), local.inputs, strict=True)
+    inputs = sum(sum(map(nbytes, results(n))) for n, i in given if i.kind not in ("param", "buffer"))
+    return [inputs + n for n in _levels(graph, lifetimes(graph, local.outputs))]
+
+
+def _levels(graph: Graph, spans: Mapping[tuple[Node, int], tuple[int, int]]) -> list[int]:
+    """Bytes that live at each node, bodies of calls included, of values that live in ``spans`` of node numbers."""
+    nodes = list(graph.nodes)
     change = [0] * (len(nodes) + 1)
-    for node, i in zip((n for n in nodes if n.op == "placeholder"), local.inputs, strict=True):
-        if i.kind not in ("param", "buffer"):
-            change[0] += sum(map(nbytes, results(node)))
-    for (node, r), (first, last) in lifetimes(local.graph.graph, local.outputs).items():
+    for (node, r), (first, last) in spans.items():
         change[first] += nbytes(results(node)[r])
         change[last + 1] -= nbytes(results(node)[r])
     return [n + _inside(node) for n, node in zip(itertools.accumulate(change[:-1]), nodes, strict=True)]
@@ -67,13 +72,9 @@ def _inside(node: Node) -> int:
     """The most bytes of live values that the bodies of a call make, apart from those they return."""
     most = 0
     for body in filter(None, map(body_of, node.all_input_nodes)):
-        nodes = list(body.graph.nodes)
-        change = [0] * (len(nodes) + 1)
-        for (made, r), (first, last) in lifetimes(body.graph, ()).items():
-            if last < len(nodes) - 1:
-                change[first] += nbytes(results(made)[r])
-                change[last + 1] -= nbytes(results(made)[r])
-        most = max(most, *(n + _inside(m) for n, m in zip(itertools.accumulate(change[:-1]), nodes, strict=True)))
+        end = len(body.graph.nodes) - 1
+        spans = {key: span for key, span in lifetimes(body.graph, ()).items() if span[1] < end}
+        most = max(most, *_levels(body.graph, spans))
     return most
 
 

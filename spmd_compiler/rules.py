@@ -157,8 +157,6 @@ def rule(
     right and broadcast).  ``linear`` lists groups of operands that may be partial together; ``flops`` names the
     factors whose product is the multiply-add count (2 flops each).  Trailing optional tensors may be absent.
     """
-    if not isinstance(text, str):
-        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {text!r}")
     template = parse_rule(text)
 
     def instantiate(node: Node) -> Rule | None:
@@ -189,8 +187,6 @@ def register_rule(
     operator has tensors, and for factors and operands that the text does not have.
     """
     ops = tuple(_operator(one) for one in (op if isinstance(op, tuple) else (op,)))
-    if not isinstance(text, str):
-        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {text!r}")
     try:
         template = parse_rule(text)
     except ValueError as error:
@@ -408,6 +404,8 @@ class Template:
 @functools.cache
 def parse_rule(text: str) -> Template:
     """Parse ``"m k, k n -> m n"``; errors point at the character."""
+    if not isinstance(text, str):
+        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {text!r}")
     if text.count("->") != 1:
         raise ValueError(f"rule {text!r}: one '->' is needed")
     left, right = text.split("->")
