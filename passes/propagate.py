@@ -265,7 +265,7 @@ class _Builder:
             compute = np.zeros(len(picks))
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
-        variable = Variable(node.name, picks, compute)
+        variable = Variable(node.name, picks, compute, late=node.meta.get("phase") == "backward")
         windowed = isinstance(domain, Rule) and bool(domain.windows) and not (domain.aligned and not self.uneven)
         variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)

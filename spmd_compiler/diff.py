@@ -22,6 +22,7 @@ from .text import INPUTS, OUTPUTS, Line, Ref, Text, Type, readable, type_text
 
 MOVES = ("aten.slice.Tensor", "aten.alias")  # what a redistribution without communication is written as
 SHOWN = 3  # names and source lines that the words give of many
+ROOM = 9  # lines in which a change is told, where its causes leave as many
 
 
 @dataclass(frozen=True)
@@ -92,22 +93,31 @@ class Diff:
     def lines(self, details: bool = False) -> list[str]:
         """The change in words; a line begins with ``+``, ``-``, ``~`` or a space.
 
-        Changes that are alike share a line, unless ``details`` are asked for.
+        Changes that are alike share a line, and where there is no room for all kinds of consequences, collectives that
+        came, went, moved or changed their size are told in one line each, unless ``details`` are asked for.
         """
         if self.same:
             return ["  the programs are the same"]
         old, new = self.old.mesh, self.new.mesh
-        found = [f"~ {what} {a} -> {b}".replace("mesh mesh", "mesh") for what, (a, b) in self.header.items()]
-        found += _grouped(self.placements, _placement_words, _placement_key, _placement_group, details)
+        causes = [f"~ {what} {a} -> {b}".replace("mesh mesh", "mesh") for what, (a, b) in self.header.items()]
+        causes += _grouped(self.placements, _placement_words, _placement_key, _placement_group, details)
+        told: list[tuple[list[str], list[str]]] = []  # of consequences: by kind, and in one line
         for sign, lines, mesh in (("-", self.removed, old), ("+", self.added, new)):
             one, many = partial(_collective_words, mesh=mesh), partial(_collectives_words, mesh=mesh)
-            found += [f"{sign} {text}" for text in _grouped(lines, one, _place, many, details)]
+            kinds = [f"{sign} {text}" for text in _grouped(lines, one, _place, many, details)]
+            told.append((kinds, [f"{sign} {many(lines)}"] if lines else []))
         for pairs, words, verb in ((self.moved, _moved_words, "moved"), (self.resized, _resized_words, "resized")):
             one, many = partial(words, before=old, after=new), partial(_pairs_words, verb=verb, before=old, after=new)
-            found += _grouped(pairs, one, lambda p: (_place(p[0]), _place(p[1])), many, details)
-        found += _grouped(self.ops, _op_words, lambda c: c.old is None, _ops_group, details)
-        found += _grouped(self.values, _value_words, lambda c: 0, _values_group, details)
-        return found + self.totals()
+            kinds = _grouped(pairs, one, lambda p: (_place(p[0]), _place(p[1])), many, details)
+            told.append((kinds, [many(pairs)] if pairs else []))
+        rest = _grouped(self.ops, _op_words, lambda c: c.old is None, _ops_group, details)
+        rest += _grouped(self.values, _value_words, lambda c: 0, _values_group, details) + self.totals()
+        while not details and len(causes) + sum(len(kinds) for kinds, _ in told) + len(rest) > ROOM:
+            longest = max(range(len(told)), key=lambda i: len(told[i][0]))
+            if len(told[longest][0]) < 2:
+                break
+            told[longest] = told[longest][1], told[longest][1]
+        return causes + [text for kinds, _ in told for text in kinds] + rest
 
     def totals(self) -> list[str]:
         """Wire bytes and memory, where they changed."""
@@ -223,10 +233,20 @@ def _collective_words(k: Line, mesh: Mesh) -> str:
     return f"{_head(k)} of {type_text(k.type)}{_sources([k])}, {k.phase}: {readable(k.wire_bytes(mesh))} wire"
 
 
+def _named(group: Sequence[Line]) -> str:
+    """``3 all_gather[tp]``, or ``4 collectives (3 all_gather[tp] and 1 all_reduce[dp])``."""
+    count = collections.Counter(f"{k.op}[{k.axis}]" for k in group).most_common()
+    if len(count) == 1:
+        return f"{len(group)} {count[0][0]}"
+    parts = [f"{n} {name}" for name, n in count[:SHOWN]]
+    more = [f"{sum(n for _, n in count[SHOWN:])} others"] if len(count) > SHOWN else [parts.pop()]
+    return f"{len(group)} collectives ({', '.join(parts)} and {more[0]})"
+
+
 def _collectives_words(group: Sequence[Line], mesh: Mesh) -> str:
     phases = " and ".join(sorted({k.phase for k in group}, reverse=True))
     sent = readable(sum(k.wire_bytes(mesh) for k in group))
-    return f"{len(group)} {group[0].op}[{group[0].axis}]{_sources(group)}, {phases}: {sent} wire"
+    return f"{_named(group)}{_sources(group)}, {phases}: {sent} wire"
 
 
 def _moved_words(pair: tuple[Line, Line], before: Mesh, after: Mesh) -> str:
@@ -247,7 +267,7 @@ def _resized_words(pair: tuple[Line, Line], before: Mesh, after: Mesh) -> str:
 
 def _pairs_words(pairs: Sequence[tuple[Line, Line]], verb: str, before: Mesh, after: Mesh) -> str:
     old, new = [a for a, _ in pairs], [b for _, b in pairs]
-    to = f"{new[0].op}[{new[0].axis}], " if _place(old[0]) != _place(new[0]) else ""
+    to = f"{_named(new)}, " if any(_place(a) != _place(b) for a, b in pairs) else ""
     sent = readable(sum(k.wire_bytes(after) for k in new))
     return f"~ {_collectives_words(old, before)} {verb} to {to}{sent} wire"
 
@@ -401,8 +421,13 @@ def diff(old: Any, new: Any) -> Diff:
             values.append(Change(y.name, "value", x, y))
     matched, removed, added = _match_collectives(a, b, same)
     stays = _in_order([(a.position[id(x)], b.position[id(y)]) for x, y in matched])
-    moved = [p for p, kept in zip(matched, stays, strict=True) if not kept or _place(p[0]) != _place(p[1])]
-    resized = [p for p in matched if p not in moved and p[0].wire_bytes(a.text.mesh) != p[1].wire_bytes(b.text.mesh)]
+    moved, resized = [], []
+    for (x, y), kept in zip(matched, stays, strict=True):
+        more = x.wire_bytes(a.text.mesh) != y.wire_bytes(b.text.mesh)
+        if not kept or _place(x) != _place(y) or (_global(x) != _global(y) and not more):
+            moved.append((x, y))
+        elif more:
+            resized.append((x, y))
     return Diff(
         a.text, b.text, tuple(_placements(a, b)), tuple(values), tuple(ops), tuple(added), tuple(removed), tuple(moved),
         tuple(resized),
@@ -459,12 +484,15 @@ def _match_collectives(a: _Side, b: _Side, same: dict[str, str]) -> tuple[list[t
     def elsewhere(side: _Side, k: Line) -> Any:
         return k.op, k.axis, k.reduce, k.phase, _global(k)
 
+    def across_a_view(side: _Side, k: Line) -> Any:
+        return k.op, k.axis, k.reduce, k.phase, k.source, k.wire_bytes(side.text.mesh)
+
     def another_axis(side: _Side, k: Line) -> Any:
         return k.op, k.phase, known(side, k)
 
     pairs: list[tuple[Line, Line]] = []
     left, right = list(a.text.collectives), list(b.text.collectives)
-    for key in (whole, on_a_value, elsewhere, another_axis):
+    for key in (whole, on_a_value, elsewhere, across_a_view, another_axis):
         queue: dict[Any, collections.deque[Line]] = collections.defaultdict(collections.deque)
         for k in right:
             queue[key(b, k)].append(k)

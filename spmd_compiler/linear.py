@@ -22,6 +22,7 @@ more, of which 0 is near the cheapest plan: the dual simplex begins there, and e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,12 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_matrix, csr_matrix, diags
 
 from .network import Link, Network, Node
+from .problem import move_preference, preference
+from .redistribute import Move
 
 INTEGRAL = 1e-6
+EQUAL = 1e-7  # the reduced cost that is none (HiGHS's tolerance)
+SAME = 1e-9  # of the price: what plans may differ by that cost the same
 BRANCHED = 20_000  # columns up to which a program that is not whole goes to branch and bound
 
 
@@ -44,8 +49,11 @@ class Program:
         self._cost: list[np.ndarray] = []
         self._entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, columns, coefficients
         self._rhs: list[np.ndarray] = []
+        self.moves: list[tuple[np.ndarray, Sequence[Move], np.ndarray]] = []  # columns of moves that are paid
+        paid = {id(h) for _, links in network.shared for h in links}
         self.choices = {id(n): self._add_node(n) for n in network.nodes}  # of each node: columns of the choices kept
         flows = {id(h): self._add_link(h) for h in network.links}
+        self.moves += [(flows[id(h)], h.moves, h.arcs[h.kept]) for h in network.links if id(h) not in paid]
         for price, links in network.shared:
             self._add_shared(price, links, flows)
         rows, columns, values = (np.concatenate(x) for x in zip(*self._entries, strict=True))
@@ -89,6 +97,7 @@ class Program:
             left[link.arcs[link.kept]] -= link.price[link.kept]
         arcs = np.unique(np.concatenate([h.arcs[h.kept] for h in links]))
         made = self._add_columns(left[arcs])
+        self.moves.append((made, links[0].moves, arcs))
         for link in links:
             slack = self._add_columns(link.price[link.kept])
             copies = made[np.searchsorted(arcs, link.arcs[link.kept])]
@@ -118,6 +127,30 @@ class Program:
             method="highs-ds",
             options={"presolve": False, "simplex_dual_edge_weight_strategy": "devex", "maxiter": iterations},
         )
+
+    def settled(self, found: Any) -> np.ndarray:
+        """Of the optima that a solved program has the one for which `problem.preference` sums to least.
+
+        The optima are the points of the program in which no column has a reduced cost above 0 (complementary
+        slackness), so that this is one more linear program, of those columns alone.
+        """
+        optimal = found.lower.marginals <= EQUAL
+        weight = np.zeros(self.size)
+        problem = self.network.problem
+        for node, v in zip(self.network.classes, self.network.quotient.first, strict=True):
+            columns = self.choices[id(node)]
+            if len(at := np.flatnonzero(optimal[columns])) > 1:
+                weight[columns[at]] = [preference(problem, v, int(c)) for c in node.picks[node.kept][at]]
+        for columns, moves, arcs in self.moves:
+            at = np.flatnonzero(optimal[columns])
+            weight[columns[at]] = [move_preference(problem, moves[a]) for a in arcs[at]]
+        kept = np.flatnonzero(optimal)
+        other = linprog(weight[kept], A_eq=self.matrix[:, kept], b_eq=self.rhs, bounds=(0, None), method="highs-ds")
+        values = np.zeros(self.size)
+        if other.success:
+            values[kept] = other.x
+        same = other.success and self.cost @ values <= found.fun + SAME * (self.base + found.fun)
+        return values if same else found.x
 
     def dive(self, values: np.ndarray, bound: float) -> Minimum | None:
         """Fix what is whole and the class nearest to it, solve again, until all is whole."""
@@ -183,8 +216,11 @@ def minimum(network: Network, iterations: int | None = None) -> Minimum | None:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
     bound = program.base + found.fun
     picks, whole = program.picks(found.x)
-    if whole or not network.whole:
+    if not network.whole:
         return Minimum(picks, bound, bound, program.size)
+    settled, settled_whole = program.picks(program.settled(found))
+    if whole or settled_whole:
+        return Minimum(settled if settled_whole else picks, bound, bound, program.size)
     if program.size > BRANCHED and (dived := program.dive(found.x, bound)) is not None:
         return dived
     return program.branch(bound)

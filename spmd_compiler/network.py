@@ -26,6 +26,7 @@ import numpy as np
 from .problem import Problem, Table, Tables
 from .quotient import End as ClassEnd
 from .quotient import Group, Quotient
+from .redistribute import Move
 
 SCALE = 1e3  # the dearest choice or move as the network prices it first
 TOTAL = 1e6  # the bound as the network prices it once it is known
@@ -65,7 +66,7 @@ class Node:
 
 @dataclass(eq=False)
 class Link:
-    """``count`` flows of equal values over arcs ``source -> target``, by their numbers ``arcs`` in the hub's table."""
+    """``count`` flows of equal values over arcs ``source -> target``, their numbers ``arcs`` in the hub's ``moves``."""
 
     states: int
     arcs: np.ndarray
@@ -73,6 +74,7 @@ class Link:
     target: np.ndarray
     price: np.ndarray
     count: float
+    moves: Sequence[Move]
     makers: list[End] = field(default_factory=list)
     takers: list[End] = field(default_factory=list)
     potential: np.ndarray = field(init=False)
@@ -170,7 +172,7 @@ class Network:
         count, states = float(group.count), len(table.states)
 
         def link(arcs: np.ndarray, price: np.ndarray) -> Link:
-            made = Link(states, arcs, table.source[arcs], table.target[arcs], price.copy(), count)
+            made = Link(states, arcs, table.source[arcs], table.target[arcs], price.copy(), count, table.moves)
             self.links.append(made)
             return made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from .cost import Profile
 from .placements import Mesh, Spec
 from .redistribute import LOCAL, Move, move_price, moves
 from .rules import Choice
+
+# what counts among plans of one price (`preference`)
+HELD, FORWARD, PARTIAL, MOVED, DIM, DRAWN, PLACE = 1024.0, 1.25, 16.0, 16.0, 1.0, 2.0**-4, 2.0**-10
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Variable:
     compute: np.ndarray
     transparent: bool = False
     memory: np.ndarray | None = None  # bytes that each choice holds from the forward to the backward, or for good
+    late: bool = False  # of the backward
 
 
 @dataclass
@@ -189,6 +194,30 @@ def _affine(profile: Profile, mesh: Mesh, kind: str, axes: tuple[str, ...], shar
         return 0.0, 0.0
     fixed = profile.collective(mesh, kind, axes, 0.0)
     return fixed, profile.collective(mesh, kind, axes, 1.0 / shards) - fixed
+
+
+def preference(problem: Problem, index: int, pick: int) -> float:
+    """What a choice of variable ``index`` counts where plans cost the same.
+
+    It is the part of new values that a device holds, more in the forward, whose values wait for the backward, and of a
+    sum not yet reduced than of its reduction.  Far below lie the dims that are cut (of outer ones pieces are in one
+    piece of memory), below these a number drawn from the choice's text, so that equal parts of different programs are
+    decided alike, and below that the place in the program, for parts that are symmetric.
+    """
+    variable, mesh = problem.variables[index], problem.mesh
+    choice = variable.choices[pick]
+    made = [s for s in choice.results if s is not None]
+    found = DIM * sum(dim * len(axes) for s in (*choice.operands, *made) for dim, axes in s.sharding.items())
+    found += DRAWN * zlib.crc32(str(choice).encode()) / 2**32 * (1.0 + PLACE * index)
+    if choice.operands and not variable.compute.any():
+        return found  # a view
+    held = sum(HELD / s.shards(mesh) + PARTIAL * len(s.partial_axes()) for s in made)
+    return (1.0 if variable.late else FORWARD) * held + found
+
+
+def move_preference(problem: Problem, move: Move) -> float:
+    """What a move counts where plans cost the same: itself, and the copy that it makes."""
+    return MOVED + HELD / move.target.shards(problem.mesh)
 
 
 def is_partial(spec: Spec) -> bool:

@@ -1,7 +1,9 @@
 """A Llama's training step on simulated meshes: loss and gradients, collectives, determinism."""
 
+import functools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import spmd_compiler as spmd
 
@@ -131,3 +133,69 @@ def test_same_text_in_every_process():
     }  # fmt: skip
     assert len(texts) == 1
     assert 'param "layers.0.attention.wq.weight"' in texts.pop()
+
+
+# --- changes of one line, as the diff tells them ------------------------------------------------------------------
+
+
+def planned(mesh, placements, profile="h100", edit=lambda layer: layer):
+    """A plan of the small Llama whose first layer is edited."""
+    with torch.device("meta"):
+        model, ids = Llama(SMALL), torch.empty(4, SMALL.length, dtype=torch.int64)
+    model.layers[0].forward = edit(model.layers[0].forward)
+    return spmd.export(model, (ids, ids), mesh=mesh, placements=placements, backward=True, profile=profile, name="step")
+
+
+LAYOUTS = {
+    "tensor": ({"tp": 4}, TP, "bytes"),
+    "fsdp": ({"dp": 4}, FSDP, "h100"),
+    "fsdp x tensor": ({"dp": 2, "tp": 2}, FSDP_TP, "h100"),
+}
+
+
+@functools.cache
+def base(layout):
+    return planned(*LAYOUTS[layout])
+
+
+def operator(forward):
+    return lambda *args: forward(*args).cos()
+
+
+def dtype(forward):
+    return lambda *args: forward(*args).double().relu().float()
+
+
+def constraint(forward):
+    return lambda *args: spmd.constrain(forward(*args), {"tp": Shard(1)})
+
+
+@pytest.mark.parametrize("layout", ["tensor", "fsdp"])
+def test_an_operator_or_a_dtype_more_is_all_that_changes(layout):
+    for edit in (operator, dtype):
+        change = spmd.diff(base(layout), planned(*LAYOUTS[layout], edit))
+        assert change.ops and not (change.placements or change.added or change.removed or change.moved or change.resized)
+        assert len(change.lines()) <= 3, str(change)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "fsdp x tensor"])
+def test_a_constraint_less_changes_its_surroundings(layout):
+    change = spmd.diff(planned(*LAYOUTS[layout], constraint), base(layout))
+    assert change.removed and not change.placements and not change.ops
+    assert all(re.search(r"llama.py:(8[78]|110)$", k.source) for k in (*change.removed, *change.added)), str(change)
+    assert len(change.lines()) < 10
+
+
+@pytest.mark.parametrize(("layout", "step"), [("tensor", 3), ("fsdp x tensor", 7)])
+def test_a_weight_placed_otherwise_is_told_in_under_ten_lines(layout, step):
+    mesh, placements, profile = LAYOUTS[layout]
+    old = base(layout)
+    weights = [(n, p.dim()) for n, p in Llama(SMALL).named_parameters() if "layers.0" not in n]
+    for i, (name, ndim) in list(enumerate(weights))[::step]:
+        given = dict(zip(mesh, old.placements[name].placements, strict=True))
+        others = [p for p in (Replicate(), *map(Shard, range(ndim))) if p != given["tp"]]
+        other = given | {"tp": others[i % len(others)]}
+        change = spmd.diff(old, planned(mesh, {**placements, name: other}, profile))
+        lines = change.lines()
+        assert len(lines) < 10, f"{name} {other}: {change}"
+        assert [c.name for c in change.placements] == [name] and lines[0].startswith("~ param"), lines
