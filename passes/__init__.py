@@ -1,6 +1,6 @@
 """The compiler's pipeline: captured joint graph in, partitioned local graph out.
 
-    annotate -> unmerge -> pad -> propagate -> partition -> simplify -> bucket (then `split` cuts it in two)
+    annotate -> unmerge -> pad -> propagate -> partition -> simplify -> bucket -> overlap (then `split` cuts it in two)
 
 Each pass is one module with one public function; passes never import each other.
 """
@@ -18,7 +18,7 @@ from ..family import Decisions, Family, Samples, common, even_cuts, expressions,
 from ..ir import Captured, Partitioned
 from ..memory import Memory, peak
 from ..progress import stage
-from . import annotate, bucket, pad, partition, propagate, simplify, unmerge
+from . import annotate, bucket, overlap, pad, partition, propagate, simplify, unmerge
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,12 @@ def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) ->
     return _written(annotated, _plan(annotated, profile, memory), profile)
 
 
-def _written(annotated: Captured, plan: propagate.Plan, profile: Profile) -> Partitioned:
+def _written(annotated: Captured, plan: propagate.Plan, profile: Profile, alike: bool = False) -> Partitioned:
+    """The local graph of a plan; ``alike``: what is right at some sizes alone, what to join and what hides, is left."""
     stage("writing the local graph")
-    return bucket.run(simplify.run(partition.run(annotated, plan, annotated.mesh, profile)), profile)
+    orders = dataclasses.replace(profile, buckets=False, overlap=False) if alike else profile
+    written = simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
+    return overlap.run(bucket.run(written, orders), orders)
 
 
 def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propagate.Plan:
@@ -91,10 +94,10 @@ def run_family(captured: Captured, options: Options = Options()) -> tuple[Partit
     """
     dims = captured.dims
     assert dims is not None
-    profile = dataclasses.replace(options.prices(), buckets=False)  # what pays to join is another set at every size
+    profile = options.prices()
     annotated = prepared(member(captured, dims.hints))
     chosen = _plan(annotated, profile, options.memory)
-    local = _written(annotated, chosen, profile)
+    local = _written(annotated, chosen, profile, alike=True)
     decisions = propagate.decided(chosen)
     samples = Samples(dims, pieces_of(local), expressions(captured))
     members = [local, *(at(captured, decisions, sizes, profile) for sizes in samples.sizes()[1:])]
@@ -111,4 +114,4 @@ def run_family(captured: Captured, options: Options = Options()) -> tuple[Partit
 def at(captured: Captured, decisions: Decisions, sizes: Mapping[str, int], profile: Profile) -> Partitioned:
     """The member of a family at ``sizes``: the family's plan for the graph of those."""
     annotated = prepared(member(captured, sizes))
-    return _written(annotated, propagate.decide(annotated, decisions, annotated.mesh, profile), profile)
+    return _written(annotated, propagate.decide(annotated, decisions, annotated.mesh, profile), profile, alike=True)

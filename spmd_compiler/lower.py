@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
+Steps = Generator[None, None, Node]
 
 
 class Groups:
@@ -175,18 +176,39 @@ class _Writer:
 
 
 def expand_collectives(gm: GraphModule, groups: Groups) -> GraphModule:
-    """A copy of a bound graph with functional collectives (`torch.ops._c10d_functional`) for ``spmd::*``."""
+    """A copy of a bound graph with functional collectives (`torch.ops._c10d_functional`) for ``spmd::*``.
+
+    A collective starts where it stands, and is waited for where its result is first read.
+    """
     writer = _Expansion(_fake_mode(gm), groups)
     done: dict[Node, Any] = {}
+    started: dict[Node, Steps] = {}
     for node in gm.graph.nodes:
+        for used in node.all_input_nodes if node.op != "output" else list(started):
+            if used in started:
+                done[used] = _result(started.pop(used))
         if coll.is_collective(node):
             args = map_arg(node.args, done.__getitem__)
-            done[node] = getattr(writer, node.target._schema.name.removeprefix("spmd::"))(*args)
+            steps = getattr(writer, node.target._schema.name.removeprefix("spmd::"))(*args)
+            try:
+                next(steps)
+                started[node] = steps
+            except StopIteration as end:
+                done[node] = end.value
         else:
             done[node] = writer.copy(node, done)
             if (body := body_of(node)) is not None:
                 done[node].meta["val"] = expand_collectives(body, groups)
     return writer.module(gm)
+
+
+def _result(steps: Steps) -> Node:
+    """Wait for a collective that has started."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        return end.value
 
 
 class _Expansion(_Writer):
@@ -256,19 +278,22 @@ class _Expansion(_Writer):
             return x
         return self.call(torch.ops.prims.convert_element_type.default, x, dtype)
 
-    def wait(self, target: Any, *args: Any) -> Node:
-        return self.call(c10d.wait_tensor.default, self.call(target, *args))
+    def started(self, target: Any, *args: Any) -> Steps:
+        work = self.call(target, *args)
+        yield
+        return self.call(c10d.wait_tensor.default, work)
 
     # --- the collectives ------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: Node, axis: str, parts: int, op: str) -> Node:
+    def all_reduce(self, x: Node, axis: str, parts: int, op: str) -> Steps:
         value = x.meta["val"]
         if parts == 1 or value.numel() == 0:
             return x
         y = self.dense(self.reducible(x, op))
-        return self.cast(self.wait(c10d.all_reduce.default, y, op, self.groups.name([axis])), value.dtype)
+        y = yield from self.started(c10d.all_reduce.default, y, op, self.groups.name([axis]))
+        return self.cast(y, value.dtype)
 
-    def all_gather(self, x: Node, dim: int, total: int, axis: str, parts: int) -> Node:
+    def all_gather(self, x: Node, dim: int, total: int, axis: str, parts: int) -> Steps:
         if parts == 1:
             return x
         x = self.dense(self.pad(x, dim, -(-total // parts)))
@@ -277,10 +302,10 @@ class _Expansion(_Writer):
             shape[dim] = total
             return self.view(x, shape)
         y = self.view(x, [1, *shape])
-        y = self.wait(c10d.all_gather_into_tensor.default, y, parts, self.groups.name([axis]))
+        y = yield from self.started(c10d.all_gather_into_tensor.default, y, parts, self.groups.name([axis]))
         return self.cut(self.merge_first(y, dim), dim, total)
 
-    def reduce_scatter(self, x: Node, dim: int, size: int, axis: str, parts: int, op: str) -> Node:
+    def reduce_scatter(self, x: Node, dim: int, size: int, axis: str, parts: int, op: str) -> Steps:
         value = x.meta["val"]
         if parts == 1:
             return x
@@ -290,12 +315,13 @@ class _Expansion(_Writer):
         if 0 in shape:
             shape[dim] = size
             return self.view(self.cast(self.call(aten.slice.Tensor, y, 0, 0, 1), value.dtype), shape)
-        y = self.wait(c10d.reduce_scatter_tensor.default, self.dense(y), op, parts, self.groups.name([axis]))
+        y, group = self.dense(y), self.groups.name([axis])
+        y = yield from self.started(c10d.reduce_scatter_tensor.default, y, op, parts, group)
         return self.cut(self.cast(self.view(y, shape), value.dtype), dim, size)
 
     def all_to_all(
         self, x: Node, gather_dim: int, total: int, split_dim: int, size: int, axis: str, parts: int
-    ) -> Node:
+    ) -> Steps:
         value = x.meta["val"]
         if parts == 1:
             return x
@@ -304,12 +330,12 @@ class _Expansion(_Writer):
         y = self.dense(self.split_first(self.pad(x, split_dim, step * parts), split_dim, parts))
         if y.meta["val"].numel() > 0:
             even = [1] * parts
-            y = self.wait(c10d.all_to_all_single.default, y, even, even, self.groups.name([axis]))
+            y = yield from self.started(c10d.all_to_all_single.default, y, even, even, self.groups.name([axis]))
         return self.cut(self.cut(self.merge_first(y, gather_dim), gather_dim, total), split_dim, size)
 
     def permute(
         self, x: Node, dim: int, size: int, order: Sequence[str], new_order: Sequence[str], sizes: Sequence[int]
-    ) -> Node:
+    ) -> Steps:
         of = dict(zip(order, sizes, strict=True))
         if math.prod(sizes) == 1 or tuple(order) == tuple(new_order) or x.meta["val"].numel() == 0:
             return x
@@ -323,12 +349,12 @@ class _Expansion(_Writer):
         def rank(place: Mapping[str, int]) -> int:
             return _index([place[a] for a in mesh_order], [of[a] for a in mesh_order])
 
-        return self.exchange(x, mesh_order, math.prod(sizes), rank(to), rank(source))
+        return (yield from self.exchange(x, mesh_order, math.prod(sizes), rank(to), rank(source)))
 
     def fetch(
         self, x: Node, dim: int, size: int, have: Sequence[int], want: Sequence[int], fill: Any, axes: Sequence[str],
         sizes: Sequence[int],
-    ) -> Node:  # fmt: skip
+    ) -> Steps:  # fmt: skip
         value, parts = x.meta["val"], math.prod(sizes)
         held = [r for (r,) in coll.ranges(have, parts)]
         wanted = coll.ranges(want, parts)
@@ -348,7 +374,7 @@ class _Expansion(_Writer):
             order = [dim, *(d for d in range(value.dim()) if d != dim)]
             y = self.dense(self.call(aten.permute.default, y, order))
             count = [[sum(e - b for b, e in r[j]) for j in members] for r in (received, send)]
-            y = self.wait(c10d.all_to_all_single.default, y, *count, self.groups.name(axes))
+            y = yield from self.started(c10d.all_to_all_single.default, y, *count, self.groups.name(axes))
             y = self.call(aten.permute.default, y, [order.index(d) for d in range(value.dim())])
             first = 0
             for j, n in zip(members, count[0], strict=True):
@@ -374,13 +400,13 @@ class _Expansion(_Writer):
         shape = [size if d == dim else int(n) for d, n in enumerate(like.shape)]
         return self.call(aten.full.default, shape, fill, dtype=like.dtype, device=like.device)
 
-    def exchange(self, x: Node, axes: Sequence[str], parts: int, to: int, source: int) -> Node:
+    def exchange(self, x: Node, axes: Sequence[str], parts: int, to: int, source: int) -> Steps:
         """Send ``x`` to rank ``to`` of a group and return what ``source`` sent."""
         value = x.meta["val"]
         row = self.view(x, [1, value.numel()])
         sent = [int(i == to) for i in range(parts)]
         received = [int(i == source) for i in range(parts)]
-        y = self.wait(c10d.all_to_all_single.default, row, received, sent, self.groups.name(axes))
+        y = yield from self.started(c10d.all_to_all_single.default, row, received, sent, self.groups.name(axes))
         return self.view(y, value.shape)
 
 

@@ -16,7 +16,7 @@ from .placements import SpmdError
 from .program import Program
 from .reader import parse
 from .text import COLLECTIVES, Text, Type, readable, type_text
-from .timeline import COMMUNICATION, timeline
+from .timeline import COMPUTE, timeline
 
 MOST = 4000  # bars of a chart; the longest are kept
 SOURCES = 25
@@ -149,7 +149,7 @@ def _timeline(program: Program, when: str) -> list[dict[str, Any]]:
     bars = []
     for stream, phase in dict.fromkeys((e.stream, e.phase) for e in sorted(events, key=lambda e: e.start)):
         those = [e for e in events if (e.stream, e.phase) == (stream, phase)]
-        colour = ("#d97706" if stream == COMMUNICATION else "#2563eb") + ("" if phase == "forward" else "aa")
+        colour = ("#2563eb" if stream == COMPUTE else "#d97706") + ("" if phase == "forward" else "aa")
         bars.append({
             "type": "bar", "orientation": "h", "name": f"{when}{stream}, {phase}", "marker": {"color": colour},
             "y": [f"{when}{stream}"] * len(those), "base": [e.start * 1e3 for e in those],

@@ -27,7 +27,7 @@ from .collectives import is_collective
 from .dtensors import dtensor_spec, placements_for, spec_in, wrap
 from .ir import Output, Partitioned, nodes_within
 from .lower import Compiled, Groups, bind, compile_graph, expand_collectives, match_saved
-from .passes import split
+from .passes import overlap, split
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import bind_tree
 from .text import program_text
@@ -85,6 +85,9 @@ class Halves:
 def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
     """Both halves of a program as code for this rank."""
     forward, backward = split.run(program)
+    if program.profile is not None:  # the cut puts what is computed again where it is first read
+        for half in filter(None, (forward, backward)):
+            overlap.schedule(half, program.mesh, program.profile)
     count = program.num_forward_outputs
     saved, watched = saved_values(forward, count), watched_inputs(forward, count)
     names = [", ".join(n.name for n in nodes_within(g.graph) if is_collective(n)) for g in (forward, backward) if g]

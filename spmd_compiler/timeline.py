@@ -1,7 +1,8 @@
-"""A predicted timeline of one step: a stream of computation and one of collectives, as a profile prices them.
+"""A predicted timeline of one step, as a profile prices it: a stream of computation, and one of collectives for every
+group of devices, as NCCL has them.
 
-Nodes run in the order of the program.  A collective starts when its operand is there and the one before it is done;
-computation goes on until it needs the result.
+Nodes run in the order of the program.  A collective starts when the computation that stands before it and the
+collective before it on its stream are done; computation goes on until it needs the result.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from .cost import Profile, profile_of
 from .ir import Partitioned, body_of, is_getitem, nbytes, results, source_line
 from .placements import Mesh
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
 class Event:
-    """What runs on a stream from ``start`` for ``seconds``."""
+    """What runs on a stream, `COMPUTE` or the axes of collectives, from ``start`` for ``seconds``."""
 
     name: str
     what: str
@@ -40,17 +41,17 @@ def timeline(local: Partitioned) -> list[Event]:
     """The events of one step on a device; views and other calls that take no time are left out."""
     profile, mesh = profile_of(local.profile), local.mesh
     ready: dict[Node, float] = {}
-    free = {COMPUTE: 0.0, COMMUNICATION: 0.0}
+    free = {COMPUTE: 0.0}
     events = []
     for node in local.graph.graph.nodes:
         begin = max((ready[n] for n in node.all_input_nodes), default=0.0)
         seconds, stream = duration(node, mesh, profile)
         if seconds:
-            begin = max(begin, free[stream])
+            begin = max(begin, free[COMPUTE], free.get(stream, 0.0))
             free[stream] = begin + seconds
             phase = "backward" if node.meta.get("phase") == "backward" else "forward"
-            axes = f"[{'/'.join(axes_of(node))}]" if is_collective(node) else ""
-            what = f"{KINDS[node.target]}{axes}" if axes else str(node.target).removesuffix(".default")
+            named = f"{KINDS[node.target]}[{stream}]" if is_collective(node) else str(node.target)
+            what = named.removesuffix(".default")
             events.append(Event(node.name, what, stream, begin, seconds, phase, source_line(node)))
         ready[node] = begin + seconds
     return events
@@ -59,7 +60,8 @@ def timeline(local: Partitioned) -> list[Event]:
 def duration(node: Node, mesh: Mesh, profile: Profile) -> tuple[float, str]:
     """``(seconds, stream)`` of a node of a local graph."""
     if is_collective(node):
-        return profile.collective(mesh, KINDS[node.target], axes_of(node), message_bytes(node)), COMMUNICATION
+        axes = axes_of(node)
+        return profile.collective(mesh, KINDS[node.target], axes, message_bytes(node)), "/".join(axes)
     if inside := [n for b in map(body_of, node.all_input_nodes) if b is not None for n in b.graph.nodes]:
         call = call_of(node)
         seconds = sum(duration(n, mesh, profile)[0] for n in inside)
@@ -84,7 +86,7 @@ def _flops(node: Node) -> float:
 
 def trace(events: list[Event], name: str) -> dict[str, Any]:
     """Chrome's trace format, which Perfetto reads: microseconds, one thread for each stream."""
-    threads = {COMPUTE: 1, COMMUNICATION: 2}
+    threads = {stream: i for i, stream in enumerate(dict.fromkeys([COMPUTE, *(e.stream for e in events)]), 1)}
     found: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": stream}}
         for stream, tid in threads.items()

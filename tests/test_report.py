@@ -14,7 +14,7 @@ import spmd_compiler as spmd
 from spmd_compiler.cli import main
 from spmd_compiler.memory import curve
 from spmd_compiler.report import report
-from spmd_compiler.timeline import COMMUNICATION, timeline, trace
+from spmd_compiler.timeline import COMPUTE, timeline, trace
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -85,7 +85,7 @@ def test_the_timeline_is_what_the_program_costs(programs):
         end = max(e.start + e.seconds for e in events)
         total = sum(e.seconds for e in events)
         assert max(sum(e.seconds for e in events if e.stream == s) for s in {e.stream for e in events}) <= end <= total
-        sent = [e for e in events if e.stream == COMMUNICATION]
+        sent = [e for e in events if e.stream != COMPUTE]
         profile = program.local.profile
         want = [profile.collective(program.mesh, c.kind, tuple(c.axis.split("/")), c.bytes) for c in program.collectives]
         assert [e.seconds for e in sent] == pytest.approx(want)
@@ -124,7 +124,7 @@ def test_the_command_writes_a_page_and_a_trace(programs, tmp_path, monkeypatch):
     events = json.loads((tmp_path / "trace.json").read_text())
     assert events == trace(timeline(programs[1].local), "net")
     spans = [e for e in events["traceEvents"] if e["ph"] == "X"]
-    assert spans and all(e["dur"] > 0 and e["ts"] >= 0 and e["tid"] in (1, 2) for e in spans)
+    assert spans and all(e["dur"] > 0 and e["ts"] >= 0 and e["tid"] >= 1 for e in spans)
     (tmp_path / "text").write_text(programs[0].text())
     found = CliRunner().invoke(main, ["report", "text", "-o", "x.html"])
     assert found.exit_code == 1 and "no saved program" in found.output and not (tmp_path / "x.html").exists()

@@ -24,8 +24,8 @@ LAYOUTS = {
 }
 
 
-def config(dropout):
-    return Config(vocab=32, dim=32, layers=2, heads=4, kv_heads=4, ffn=48, length=8, dropout=dropout)
+def config(dropout, layers):
+    return Config(vocab=32, dim=32, layers=layers, heads=4, kv_heads=4, ffn=48, length=8, dropout=dropout)
 
 
 def batches():
@@ -33,14 +33,14 @@ def batches():
     return [torch.randint(0, 32, (8, 9), generator=generator) for _ in range(STEPS)]
 
 
-def losses(layout, dropout):
+def losses(layout, dropout, layers):
     """The losses of a few steps, printed in full by rank 0's reckoning; the same on every rank."""
     torch.compiler.reset()  # one process compiles one forward more often than Dynamo allows
     sizes, placements = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Llama(config(dropout))
+        model = Llama(config(dropout, layers))
     model = spmd.parallelize(model, mesh, placements)
     step = torch.compile(model, backend="spmd", options={"lower": "eager"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -58,9 +58,9 @@ def losses(layout, dropout):
     return found
 
 
-def one_device():
+def one_device(layers):
     torch.manual_seed(0)
-    model = Llama(config(0.0))
+    model = Llama(config(0.0, layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for data in batches():
@@ -75,13 +75,13 @@ def one_device():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_device(gloo4, layout):
-    ranks = gloo4(losses, layout, 0.0)
+    ranks = gloo4(losses, layout, 0.0, 2)
     assert all(r == ranks[0] for r in ranks)
-    assert ranks[0] == pytest.approx(one_device(), rel=1e-5)
+    assert ranks[0] == pytest.approx(one_device(2), rel=1e-5)
 
 
 def test_dropout_is_the_same_on_every_mesh(gloo4):
-    expected, *others = [gloo4(losses, layout, 0.2)[0] for layout in LAYOUTS]
+    expected, *others = [gloo4(losses, layout, 0.2, 1)[0] for layout in LAYOUTS]
     for found in others:
         assert found == pytest.approx(expected, rel=1e-5)
-    assert expected != pytest.approx(one_device(), rel=1e-4)
+    assert expected != pytest.approx(one_device(1), rel=1e-4)
