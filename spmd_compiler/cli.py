@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import json
+import os
 import runpy
 import sys
+import traceback
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,8 +60,8 @@ def main() -> None:
 @click.option("--max-wire", metavar="BYTES", help="What a device may send: 10MiB.")
 @click.option("--max-memory", metavar="BYTES", help="What a device may hold: 60GiB.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="Of hf:KIND: its configuration, as JSON.")
-@click.option("--batch", default=8, show_default=True, help="Of hf:KIND: sequences a step.")
-@click.option("--length", default=2048, show_default=True, help="Of hf:KIND: tokens a sequence.")
+@click.option("--batch", default=8, type=click.IntRange(min=1), show_default=True, help="Of hf:KIND: sequences a step.")
+@click.option("--length", default=2048, type=click.IntRange(min=1), show_default=True, help="And tokens a sequence.")
 @click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
     target: str, mesh: str, profile: str | None, overlap: bool, buckets: bool, file: str | None, backward: bool | None,
@@ -75,6 +78,8 @@ def plan(
     try:
         if target.startswith("hf:"):
             asked = training_step(target.removeprefix("hf:"), config, batch, length)
+        elif config is not None:
+            raise click.BadParameter(f"is of hf:KIND, not of {target}", param_hint="--config")
         else:
             asked = _arguments(_load(target)())
         asked["mesh"] = _mesh(mesh)
@@ -95,9 +100,24 @@ def plan(
     except ContractError as error:
         click.secho(f"Error: {error}", err=True)
         sys.exit(2)
-    except SpmdError as error:
+    except (SpmdError, OSError) as error:
         raise click.ClickException(str(error)) from None
+    except click.ClickException:
+        raise
+    except Exception as error:
+        raise click.ClickException(_blamed(error, target)) from None
     click.echo(printed, nl=False)
+
+
+def _blamed(error: Exception, target: str) -> str:
+    """An error of the user's program in words, with its last line there; an error of ours with its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if Path(__file__).parent in Path(frames[-1].filename).parents:
+        return "".join(traceback.format_exception(error)).rstrip()
+    folder = Path(target.rpartition(":")[0]).resolve().parent
+    theirs = [f for f in frames if folder in Path(f.filename).resolve().parents and "site-packages" not in f.filename]
+    at = f"{os.path.relpath(theirs[-1].filename)}:{theirs[-1].lineno}, in {theirs[-1].name}" if theirs else target
+    return f"{at}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -117,7 +137,7 @@ def _rarely_collecting() -> Iterator[None]:
 def show(file: str, level: str) -> None:
     """Print the program that FILE holds (saved, or the text of one)."""
     try:
-        if zipfile.is_zipfile(file):
+        if _is_saved(file):
             click.echo(_shown(load(file), level), nl=False)
         else:
             text = _read(file)
@@ -142,8 +162,10 @@ def explain_(file: str, collective: str | None) -> None:
     FILE may be the text of a program too, which says who makes and who wants a value, but holds no alternatives.
     """
     try:
-        if not zipfile.is_zipfile(file):
+        if not _is_saved(file):
             text = _read(file)
+            if collective is None and not text.collectives:
+                click.echo("the program has no collectives")
             names = [k.name for k in sorted(text.collectives, key=lambda k: -k.wire_bytes(text.mesh))]
             for name in names if collective is None else [collective]:
                 rows = explain_text(text, name)
@@ -155,6 +177,8 @@ def explain_(file: str, collective: str | None) -> None:
             return
     except SpmdError as error:
         raise click.ClickException(str(error)) from None
+    if not program.collectives:
+        click.echo("the program has no collectives")
     for c in sorted(program.collectives, key=lambda c: -c.wire_bytes):
         click.echo(f"%{c.name} = {c.kind}[{c.axis}]  {c.source}  {c.phase}  {readable(c.wire_bytes)} wire: {c.why}")
 
@@ -171,6 +195,9 @@ def explain_(file: str, collective: str | None) -> None:
 def report_(file: str, out: str, against: str | None, trace: str | None) -> None:
     """Write a self-contained page of the saved program FILE: placements, communication, timeline, memory, text."""
     try:
+        for each in filter(None, (file, against)):
+            if not _is_saved(each):
+                raise SpmdError(f"{each}: a report takes programs that `spmd-compiler plan --save` wrote, not texts")
         program = load(file)
         page = report(program, load(against) if against is not None else None)
         Path(out).write_text(page)
@@ -198,6 +225,10 @@ class _Judge(click.Command):
             return super().invoke(ctx)
         except (click.ClickException, SpmdError) as error:
             raise _BadInput(error.format_message() if isinstance(error, click.ClickException) else str(error)) from None
+        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise
+        except Exception:
+            raise _BadInput(traceback.format_exc().rstrip()) from None  # an error of ours is no verdict either
 
 
 @main.command(
@@ -224,10 +255,11 @@ def diff(
     if as_json:
         click.echo(json.dumps(found.json() | {"exceeded": limits}, indent=2))
     else:
+        colour = False if os.environ.get("NO_COLOR") else None  # None: on a terminal
         for line in found.lines(details):
-            click.secho(line, fg={"+": "green", "-": "red", "~": "yellow"}.get(line[0]))
+            click.secho(line, fg={"+": "green", "-": "red", "~": "yellow"}.get(line[0]), color=colour)
         for limit in limits:
-            click.secho(f"! {limit}", fg="red", bold=True)
+            click.secho(f"! {limit}", fg="red", bold=True, color=colour)
     sys.exit(2 if limits else 0 if found.same else 1)
 
 
@@ -242,13 +274,21 @@ def _counts(given: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
+def _is_saved(path: str) -> bool:
+    """Whether a file holds a saved program, be it damaged, and not the text of one."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK" or zipfile.is_zipfile(path)
+
+
 def _read(path: str) -> Text:
     """The text of a program in a file: one that was printed, or saved."""
-    if zipfile.is_zipfile(path):
+    if _is_saved(path):
         return parse(load(path).text())
     try:
-        return parse(Path(path).read_text())
-    except (SpmdError, UnicodeDecodeError) as error:
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise SpmdError(f"{path}: neither a saved program nor the text of one") from None
+    except SpmdError as error:
         raise SpmdError(f"{path}: {error}") from None
 
 
@@ -270,6 +310,10 @@ def _load(target: str) -> Any:
     if not callable(found.get(name)):
         functions = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
         raise click.BadParameter(f"{place} has no function {name!r}; there are {', '.join(functions)}")
+    try:
+        inspect.signature(found[name]).bind()
+    except TypeError as error:
+        raise click.BadParameter(f"{target}: FUNCTION is called without arguments: {error}") from None
     return found[name]
 
 
@@ -283,6 +327,10 @@ def _arguments(given: Any) -> dict[str, Any]:
         raise SpmdError(f"the function gave {type(given).__name__}, not (model, args), (model, args, kwargs) or a dict")
     if not {"model_or_fn", "args"} <= found.keys():
         raise SpmdError("the dict lacks 'model_or_fn' or 'args'")
+    known = inspect.signature(export).parameters
+    if unknown := [k for k in found if k not in known]:
+        named = ", ".join(map(repr, unknown))
+        raise SpmdError(f"the dict has {named}, which export does not take; it takes {', '.join(known)}")
     return found
 
 

@@ -119,7 +119,7 @@ class Limits:
     @staticmethod
     def of(increase: str | None, memory: str | None, forbid: Iterable[str]) -> Limits:
         """Limits as a command line gives them: ``"5%"`` or ``"10MiB"``, ``"60GiB"``, names of collectives."""
-        share = re.fullmatch(r"([\d.]+) *%", increase.strip()) if increase is not None else None
+        share = re.fullmatch(r"(\d+\.?\d*|\.\d+) *%", increase.strip()) if increase is not None else None
         return Limits(
             float(share[1]) / 100 if share else None if increase is None else size(increase),
             share is None,

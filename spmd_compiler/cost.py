@@ -140,7 +140,7 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no TOML, or no text at all
         raise SpmdError(f"{path}: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,14 @@ def training_step(kind: str, config: str | None, batch: int, length: int) -> dic
         raise SpmdError("hf:KIND needs transformers: pip install transformers") from None
     try:
         given = json.loads(Path(config).read_text()) if config is not None else {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SpmdError(f"{config}: {error}") from None
     if not isinstance(given, dict) or given.get("model_type", kind) != kind:
         raise SpmdError(f"{config} is no configuration of {kind!r}")
+    if kind not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, transformers.CONFIG_MAPPING, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise SpmdError(f"hf:{kind}: transformers has no model {kind!r}{hint}")
     try:
         made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
         made.use_cache = False

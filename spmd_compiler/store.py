@@ -49,7 +49,7 @@ from .symbolic import parse as parse_expression
 
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError,
-    EOFError,
+    EOFError, RuntimeError, ArithmeticError,
 )  # fmt: skip
 FORMAT, VERSION = "spmd_compiler program", 2  # 1 without dynamic dims
 # of a node's meta, plain data
@@ -429,17 +429,24 @@ def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
         program["family"] = encode_family(stored.family, writer)
     version = 1 if stored.family is None else 2
     manifest = {"format": FORMAT, "version": version, "torch": torch.__version__}
-    with zipfile.ZipFile(at, "w", zipfile.ZIP_DEFLATED) as file:
-
-        def write(name: str, data: str | bytes) -> None:
-            file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # no date: equal programs, equal files
-
-        write("manifest.json", json.dumps(manifest))
-        write("program.json", json.dumps(program))
-        write("program.txt", text)
-        write("tensors.safetensors", safetensors.torch.save(writer.tensors))
-        if weights:
-            write("weights.safetensors", safetensors.torch.save(_weights(stored.binding)))
+    parts: dict[str, str | bytes] = {
+        "manifest.json": json.dumps(manifest),
+        "program.json": json.dumps(program),
+        "program.txt": text,
+        "tensors.safetensors": safetensors.torch.save(writer.tensors),
+    }
+    if weights:
+        parts["weights.safetensors"] = safetensors.torch.save(_weights(stored.binding))
+    new = at.with_name(f"{at.name}.{os.getpid()}.new")  # what was there stays until all is written
+    try:
+        with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, data in parts.items():  # no date: equal programs, equal files
+                file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+        os.replace(new, at)
+    except OSError as error:
+        raise SpmdError(f"{at} can't be written: {error}") from None
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _weights(binding: Binding) -> dict[str, torch.Tensor]:

@@ -67,10 +67,11 @@ def readable(nbytes: float) -> str:
 def size(given: Any) -> float:
     """Bytes of a number, or of a text such as ``"60GiB"``, ``"1.5 MB"`` or ``"2e9"``."""
     powers = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?) *(?:([KMGT]?)(i?)B)?", str(given).strip(), re.IGNORECASE)
+    number = r"(\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+    match = re.fullmatch(rf"({number}) *(?:([KMGT]?)(i?)B)?", str(given).strip(), re.IGNORECASE)
     if match is None or isinstance(given, bool):
         raise SpmdError(f"{given!r} is no number of bytes, such as 6e10 or '60GiB'")
-    number, power, binary = match.groups()
+    number, _, power, binary = match.groups()
     return float(number) * (1024 if binary else 1000) ** powers[(power or "").upper()]
 
 

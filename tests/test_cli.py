@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +36,23 @@ def dict_of():
 
 def neither():
     return 3
+
+
+def fails():
+    raise RuntimeError("no such dataset")
+
+
+def does_not_fit():
+    with torch.device("meta"):
+        return net(), (torch.empty(8, 17),)
+
+
+def takes(x):
+    return x
+
+
+def other_keys():
+    return dict(model_or_fn=net(), args=(), meshes=3)
 '''
 
 
@@ -42,6 +61,7 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "job.py").write_text(SOURCE)
     (tmp_path / "tp.toml").write_text("""['0.*']\ntp = "S(0)"\n['2.weight']\ntp = "S(1)"\n""")
     (tmp_path / "mine.toml").write_text("""base = "a100"\nnode_size = 4\n[inter]\nalpha = 1e-5\nbandwidth = 5e9\n""")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     monkeypatch.chdir(tmp_path)
     return lambda *args: CliRunner().invoke(main, args)
 
@@ -88,7 +108,15 @@ def test_saved_programs_are_shown_explained_and_compared(run):
     assert run("diff", "a.spmd", "a.txt").exit_code == 0
     assert "mesh(tp=4) -> mesh(tp=8)" in run("diff", "a.txt", "b.spmd").output
     Path("c.spmd").write_bytes(Path("a.spmd").read_bytes()[:500])
-    assert "Traceback" not in run("show", "c.spmd").output and run("diff", "c.spmd", "a.txt").exit_code == 3
+    Path("bytes").write_bytes(b"\xff\xfe")
+    for file, words in (("c.spmd", "is damaged"), ("bytes", "neither a saved program nor the text of one")):
+        found = run("show", file)
+        assert found.exit_code == 1 and words in found.output and "Traceback" not in found.output
+        assert words in run("explain", file).output
+        assert run("diff", file, "a.txt").exit_code == 3
+    assert "takes programs that `spmd-compiler plan --save` wrote" in run("report", "a.txt", "-o", "r.html").output
+    run("plan", "job.py:tuple_of", "--mesh", "tp=4", "--save", "none.spmd")
+    assert run("explain", "none.spmd").output == "the program has no collectives\n"
 
 
 def test_a_configuration_of_transformers(run):
@@ -178,6 +206,15 @@ def test_contracts(run):
         (("job.py:tuple_of", "--mesh", "a=2", "--placements", "tp.toml"), "no axis 'tp'"),
         (("job.py:tuple_of", "--mesh", "a=2", "--backward"), "scalar loss"),
         (("job.py:neither", "--mesh", "a=2"), "int"),
+        (("job.py:fails", "--mesh", "a=2"), "job.py:25, in fails: RuntimeError: no such dataset"),
+        (("job.py:does_not_fit", "--mesh", "a=2"), "job.py:does_not_fit: RuntimeError: "),
+        (("job.py:takes", "--mesh", "a=2"), "called without arguments: missing a required argument: 'x'"),
+        (("job.py:other_keys", "--mesh", "a=2"), "the dict has 'meshes', which export does not take; it takes"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--config", "tp.toml"), "--config: is of hf:KIND"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--save", "no/folder/x"), "there is no folder"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--placements", "bytes.toml"), "bytes.toml: "),
+        (("hf:lama", "--mesh", "a=2"), "did you mean llama"),
+        (("hf:llama", "--mesh", "a=2", "--batch", "0"), "--batch"),
         (("job.py:tuple_of", "--mesh", "a=2", "--expect", "all_gather"), "KIND[AXIS]=N"),
     ],
 )
@@ -185,3 +222,21 @@ def test_errors_have_no_traceback(run, args, words):
     found = run("plan", *args)
     assert found.exit_code not in (0, 3) and words in found.output.replace("\n", " "), found.output
     assert "Traceback" not in found.output and isinstance(found.exception, SystemExit)
+
+
+def test_as_a_module_and_into_a_closed_pipe(run, monkeypatch):
+    text = run("plan", "job.py:tuple_of", "--mesh", "tp=4").output
+    Path("long.txt").write_text(text + "# more\n" * 100_000)
+    command = [sys.executable, "-m", "spmd_compiler", "show", "long.txt"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
+        assert shown.stdout.readline() == text.splitlines(keepends=True)[0]
+        shown.stdout.close()
+        assert shown.stderr.read() == ""
+
+
+def test_an_error_of_ours_is_no_verdict(run, monkeypatch):
+    """Exit code 1 says that programs differ."""
+    Path("a.txt").write_text(run("plan", "job.py:tuple_of", "--mesh", "tp=4").output)
+    monkeypatch.setattr("spmd_compiler.cli.compare", lambda old, new: 1 / 0)
+    found = run("diff", "a.txt", "a.txt")
+    assert found.exit_code == 3 and "ZeroDivisionError" in found.output

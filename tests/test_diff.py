@@ -164,9 +164,11 @@ def files(base, tmp_path_factory):
         (("old",), 3, "NEW"),
         (("old", "bad"), 3, "bad: line 1, column"),
         (("old", "sum"), 3, "summary holds no collectives"),
-        (("old", "bytes"), 3, "bytes: "),
+        (("old", "bytes"), 3, "bytes: neither a saved program nor"),
         (("old", "new", "--forbid", "gather"), 3, "names no collective"),
         (("old", "new", "--max-memory", "much"), 3, "no number of bytes"),
+        (("old", "new", "--max-memory", "1.2.3"), 3, "no number of bytes"),
+        (("old", "new", "--max-wire-increase", "1.2.3%"), 3, "no number of bytes"),
     ],
 )  # fmt: skip
 def test_exit_codes(files, monkeypatch, args, code, words):
@@ -190,6 +192,8 @@ def test_json_and_colour(files, monkeypatch):
     found = CliRunner().invoke(main, ["diff", "old", "new", "--json", "--forbid", "all_to_all"])
     assert found.exit_code == 2 and len(json.loads(found.output)["exceeded"]) == 1
     assert "\x1b[" in CliRunner().invoke(main, ["diff", "old", "new"], color=True).output
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in CliRunner().invoke(main, ["diff", "old", "new"], color=True).output
 
 
 def test_what_is_no_program():

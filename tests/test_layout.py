@@ -50,7 +50,7 @@ LEVELS = (
     ("parallelize",),
     ("report", "hf"),
     ("cli", "pytest_plugin"),
-    ("",),
+    ("", "__main__"),
 )  # fmt: skip
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 

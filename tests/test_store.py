@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import test_llama
@@ -225,9 +226,27 @@ def test_what_cannot_be_loaded(tmp_path):
     refused(changed(program=files["program.json"].replace(b"aten::mm", b"aten::nm")), "no operator aten::nm; import")
     refused(changed(program=files["program.json"].replace(b'"price"', b'"prize"')), "damaged.*price")
     refused(changed(tensors=b"x"), "damaged")
+    refused(changed(program="[" * 100_000), "damaged.*recursion")
+    refused(changed(manifest="[]"), "damaged")
     whole = path.read_bytes()
     (tmp_path / "q.spmd").write_bytes(whole[: len(whole) // 2])
     refused(tmp_path / "q.spmd", "damaged, or no saved program")
     at = whole.index(files["program.txt"][:10]) if files["program.txt"][:10] in whole else len(whole) // 3
     (tmp_path / "q.spmd").write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])
     refused(tmp_path / "q.spmd", "damaged")
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path, x = tmp_path / "p.spmd", torch.zeros(4, 4)
+    spmd.export(lambda x: x @ x, (x,), mesh={"a": 2}).save(path)
+    before = path.read_bytes()
+    with torch.device("meta"):
+        model = torch.nn.Linear(4, 4)
+    with pytest.raises(spmd.SpmdError, match="has no values to save"):
+        spmd.export(model, (x.to("meta"),), mesh={"a": 2}).save(path, weights=True)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    program = spmd.export(lambda x: x + x, (x,), mesh={"a": 2})
+    program.save(path)
+    assert spmd.load(path).text() == program.text() and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(spmd.SpmdError, match="can't be written"):
+        program.save(Path("/proc/p.spmd"))
