@@ -2,7 +2,7 @@
 
     python -m benchmarks.random_cost [--elements 4194304] [--rounds 15]
 
-Ours draw from a counter over global indices (`spmd_compiler.ops.random`), so that draws do not depend on the mesh.
+Ours draw from a counter over global indices (`spmd_compiler.draws`), so that draws do not depend on the mesh.
 Inductor's are Philox by position in the local tensor, with ``config.fallback_random`` off.  One thread.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from spmd_compiler.ops.random import decomposed
+from spmd_compiler.draws import decomposed
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from ..draws import functionalize
 from ..ir import CONSTANTS, Captured, copied, copy_meta, is_tensor, source_line
-from ..ops import random
 from ..placements import Spec, SpmdError
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def run(captured: Captured) -> Captured:
     for node in graph.nodes:
         source_line(node)
     seeds = [n for n, i in zip(_placeholders(graph), captured.inputs, strict=True) if i.kind == "seed"]
-    if seeds and (left := random.functionalize(graph, seeds[0])):
+    if seeds and (left := functionalize(graph, seeds[0])):
         node = left[0]
         raise SpmdError(
             f"{node.name} ({source_line(node)}): {node.target} draws numbers that the mesh-invariant generator does "

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from .. import collectives as coll
 from ..cost import Profile
-from ..ir import Emit, Partitioned, nbytes
+from ..ir import Partitioned, Writer, nbytes
 from ..placements import Mesh
 
 aten = torch.ops.aten
@@ -153,7 +153,7 @@ class _Writer:
 
     def __init__(self, graph: Graph, mesh: Mesh, node: Node) -> None:
         self.node = node
-        self.emit = Emit(graph, mesh, node, node.meta["val"].fake_mode)
+        self.emit = Writer(graph, mesh, node, node.meta["val"].fake_mode)
         self.origin = node.meta["origin"]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -14,15 +14,14 @@ import torch
 from torch.fx import Node
 
 from ..ir import Captured, copied
-from ..ops.pad import pad, pad_backward
-from ..ops.window import padded_convolution, padded_convolution_backward
+from ..library import pad, pad_backward, padded_convolution, padded_convolution_backward
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def run(captured: Captured) -> Captured:
-    """Before: an annotated graph.  After: the same values; a convolution of what `ops.pad` pads, in dims that it does
-    not pad with zeros itself, is one call with the padding, and so is its backward with the padding's."""
+    """Before: an annotated graph.  After: the same values; a convolution of what `library.pad` pads, in dims that it
+    does not pad with zeros itself, is one call with the padding, and so is its backward with the padding's."""
     captured = copied(captured)
     graph = captured.graph.graph
     for node in list(graph.nodes):

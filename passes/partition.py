@@ -13,10 +13,11 @@ from torch.fx.node import map_arg
 
 from ..bodies import call_of, count_turns
 from ..cost import Profile
+from ..emit import emit_choice
 from ..ir import (
     Captured,
-    Emit,
     Partitioned,
+    Writer,
     copy_meta,
     is_getitem,
     local_fake,
@@ -28,7 +29,6 @@ from ..ir import (
 from ..placements import Mesh, Spec
 from ..plans import Plan
 from ..redistribute import Move, emit_move
-from ..rules import emit_choice
 
 _IDENTITY = ("spmd::constrain", "spmd::to_local", "spmd::from_local")
 
@@ -114,7 +114,7 @@ class _Partitioner:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _IDENTITY:
             new = local[0]
             if node.target._schema.name == "spmd::from_local":  # the same memory under the name of a global value
-                new = Emit(self.graph, self.mesh, node, self.fake_mode).call(torch.ops.aten.alias.default, new)
+                new = Writer(self.graph, self.mesh, node, self.fake_mode).call(torch.ops.aten.alias.default, new)
                 self._mark(new, choice.results[0], node.meta["val"])
             self.values[node, 0] = (new, choice.results[0])
             return
@@ -164,7 +164,7 @@ class _Partitioner:
             move: Move = self.plan.trees[key][wanted]
             before = self._copy(key, copies, move.source, user)
             value = results(key[0])[key[1]]
-            e = Emit(self.graph, self.mesh, user if user is not None else key[0], self.fake_mode)
+            e = Writer(self.graph, self.mesh, user if user is not None else key[0], self.fake_mode)
             new = emit_move(e, before, move, value.shape)
             self._mark(new, wanted, value)
             new.meta["source"] = source_line(user) if user is not None and user.op != "output" else source_line(key[0])

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from .. import bodies
 from ..blend import within
 from ..cost import Profile
+from ..emit import emit_choice
 from ..family import Decisions
 from ..hidden import cheapest, may_hide, priced, step_of, weighted
 from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
@@ -25,7 +26,7 @@ from ..plans import Bodies, Known, Plan
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..progress import stage
 from ..redistribute import gathered
-from ..rules import Choice, Linear, Rule, choices, emit_choice, replicated
+from ..rules import Choice, Linear, Rule, choices, replicated
 from ..solve import solve
 
 TURNS = 8  # of a loop of which nobody knows how often it runs

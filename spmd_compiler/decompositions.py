@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .placements import SpmdError
+from .resampling import RESIZES, adaptive_avg_pool, adaptive_max_pool, grid_sample, max_unpool, resize_by, resize_to
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = range(3)  # the modes of an embedding bag
@@ -134,170 +135,6 @@ def continued_backward(mode: str) -> Callable[[Tensor, Tensor, Any], Tensor]:
 PADS = {"reflection": "reflect", "replication": "replicate"}
 
 
-def lookup(x: Tensor, places: Tensor, dim: int) -> Tensor:
-    """``x`` with the dims of ``places`` in place of the dim that they index."""
-    where: list[Any] = [slice(None)] * x.dim()
-    where[dim] = places
-    return x[tuple(where)]
-
-
-# --- adaptive pooling -----------------------------------------------------------------------------------------
-
-
-def adaptive_max_pool(x: Tensor, sizes: Any) -> tuple[Tensor, Tensor]:
-    """The maximum of each window and its place in the plane.  Windows of different sizes are filled up to the largest
-    with their last element, which changes nothing; where all are equal it is max pooling."""
-    count = len(sizes)
-    plane = x.shape[x.dim() - count :]
-    if all(n % m == 0 for n, m in zip(plane, sizes, strict=True)):
-        kernel = [n // m for n, m in zip(plane, sizes, strict=True)]
-        pool = aten.max_pool2d_with_indices if count == 2 else aten.max_pool3d_with_indices
-        return pool(x, kernel, kernel)
-    lead, places = x.dim() - count, []
-    for d, (n, m) in enumerate(zip(plane, sizes, strict=True)):
-        windows = [(o * n // m, -(-(o + 1) * n // m)) for o in range(m)]
-        width = max(end - begin for begin, end in windows)
-        o, j = torch.arange(m, device=x.device).unsqueeze(1), torch.arange(width, device=x.device)
-        last = ((o + 1) * n + m - 1).div(m, rounding_mode="floor") - 1
-        places.append(torch.minimum((o * n).div(m, rounding_mode="floor") + j, last))
-        x = lookup(x, places[d], x.dim() - count + d)
-    x = x.permute(*range(lead), *range(lead, x.dim(), 2), *range(lead + 1, x.dim(), 2)).flatten(lead + count)
-    values, at = x.max(-1)
-    index = torch.zeros_like(at)
-    for d in reversed(range(count)):
-        width = places[d].shape[1]
-        digit, at = at.remainder(width), at.div(width, rounding_mode="floor")
-        first, last = (places[d][:, k].reshape([-1] + [1] * (count - 1 - d)) for k in (0, -1))
-        stride = math.prod(plane[d + 1 :])
-        index = index + torch.minimum(first + digit, last) * stride
-    return values, index
-
-
-# --- resizing ---------------------------------------------------------------------------------------------
-
-
-def resize(x: Tensor, sizes: Any, aligned: bool, scales: Any, cubic: bool, smooth: bool = False) -> Any:
-    """Linear or cubic interpolation, a dim after the other: what an element reads is one lookup."""
-    if not x.is_floating_point():
-        return NotImplemented
-    lead = x.dim() - len(sizes)
-    y = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-    for d, m in enumerate(sizes):
-        n, place = x.shape[lead + d], torch.arange(m, dtype=y.dtype, device=x.device)
-        step = ((n - 1) / (m - 1) if m > 1 else 0.0) if aligned else 1 / scales[d] if scales[d] else n / m
-        at, weights = (_smooth if smooth else _taps)(place, n, step, aligned, cubic)
-        y = lookup(y, at.clamp(0, n - 1), lead + d)
-        y = (y * weights.reshape(*weights.shape, *[1] * (len(sizes) - 1 - d))).sum(lead + d + 1)
-    return y.to(x.dtype)
-
-
-def _taps(place: Tensor, n: int, step: float, aligned: bool, cubic: bool) -> tuple[Tensor, Tensor]:
-    """The elements that each of the result reads, and their weights."""
-    source, taps = place * step, 4 if cubic else 2
-    if not aligned:
-        source = (place + 0.5) * step - 0.5
-        source = source if cubic else source.clamp_min(0)
-    t = (source - source.floor()).unsqueeze(1)
-    weights = _four(t) if cubic else [1 - t, t]
-    at = source.floor().long().unsqueeze(1) + torch.arange(taps, device=place.device) - (taps // 2 - 1)
-    return at, torch.cat(weights, 1)
-
-
-def _smooth(place: Tensor, n: int, step: float, aligned: bool, cubic: bool) -> tuple[Tensor, Tensor]:
-    """The same where a kernel as wide as the step averages all that it covers, as Pillow does."""
-    wide, center = max(step, 1.0), (step * (place + 0.5)).unsqueeze(1)
-    support = (2 if cubic else 1) * wide
-    begin = (center - support + 0.5).long().clamp_min(0)
-    at = begin + torch.arange(2 * math.ceil(support) + 1, device=place.device)
-    t = ((at - center + 0.5) / wide).abs()
-    weights = torch.where(t < 1, _cubic(t, True, -0.5), _cubic(t, False, -0.5)) if cubic else 1 - t
-    inside = (t < 2 if cubic else t < 1) & (at < (center + support + 0.5).long().clamp_max(n))
-    weights = torch.where(inside, weights, 0)
-    return at, weights / weights.sum(1, keepdim=True)
-
-
-def _cubic(t: Tensor, near: bool, a: float = -0.75) -> Tensor:
-    """Keys' convolution kernel (IEEE ASSP 29, 1981) with torch's ``a``, at distances up to 1 or from 1 to 2."""
-    return ((a + 2) * t - (a + 3)) * t * t + 1 if near else ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
-
-
-def _four(t: Tensor) -> list[Tensor]:
-    """Weights of the four elements around a point ``t`` behind the second."""
-    return [_cubic(t + 1, False), _cubic(t, True), _cubic(1 - t, True), _cubic(2 - t, False)]
-
-
-# cubic?, smooth?
-RESIZES = {"upsample_linear1d": (False,), "upsample_bilinear2d": (False,), "upsample_trilinear3d": (False,),
-           "upsample_bicubic2d": (True,), "_upsample_bilinear2d_aa": (False, True),
-           "_upsample_bicubic2d_aa": (True, True)}  # fmt: skip
-
-
-def grid_sample(x: Tensor, grid: Tensor, mode: int, padding: int, aligned: bool) -> Tensor:
-    """Elements at the points of a grid (mode 1), or weighed means of 2 or 4 in each dim around them (0, 2)."""
-    plane, count = x.shape[2:], x.dim() - 2
-
-    def inside(at: Tensor, n: int) -> Tensor:
-        """Places as the padding takes them."""
-        if padding == 2:
-            low, span = (0.0, n - 1) if aligned else (-0.5, n)
-            turns = ((at - low).abs() / max(span, 1)).floor()
-            rest = (at - low).abs() - turns * span
-            at = torch.where(turns % 2 == 0, rest, span - rest) + low
-        return at.clamp(0, n - 1) if padding else at
-
-    corners: list[list[tuple[Tensor, Any]]] = []
-    for d, n in enumerate(plane):
-        at = grid[..., count - 1 - d].unsqueeze(1)
-        at = (at + 1) * ((n - 1) / 2) if aligned else ((at + 1) * n - 1) / 2
-        at = at if mode == 2 else inside(at, n)
-        low, t = at.floor(), at - at.floor()
-        if mode == 2:
-            corners.append([(inside(low + k - 1, n), w) for k, w in enumerate(_four(t))])
-        elif mode == 1:
-            near = at.round()
-            corners.append([(near, 1 + (near - near.detach()))])  # the gradient of a place is zero, not none
-        else:
-            corners.append([(low, 1 - t), (low + 1, t)])
-    lead = [torch.arange(n, device=x.device).reshape([-1 if i == d else 1 for i in range(x.dim())])
-            for d, n in enumerate(x.shape[:2])]  # fmt: skip
-    made: Any = 0
-    for corner in itertools.product(*corners):
-        held: Any = True
-        for (at, _), n in zip(corner, plane, strict=True):
-            held = (at >= 0) & (at < n) & held
-        weight = torch.where(held, math.prod(w for _, w in corner), 0)
-        places = [torch.where(held, at, 0).long() for at, _ in corner]
-        made = made + x[tuple(lead + places)] * weight.to(x.dtype)
-    return made
-
-
-def resize_to(*kind: bool) -> Callable[..., Any]:
-    return lambda x, sizes, aligned, *scales: resize(x, sizes, aligned, [*scales, None, None, None], *kind)
-
-
-def resize_by(*kind: bool) -> Callable[..., Any]:
-    def decomposed(x: Tensor, sizes: Any, aligned: bool, factors: Any) -> Any:
-        count = x.dim() - 2
-        if sizes is None:
-            sizes = [int(n * f) for n, f in zip(x.shape[2:], factors, strict=True)]
-        return resize(x, sizes, aligned, factors or [None] * count, *kind)
-
-    return decomposed
-
-
-def max_unpool(x: Tensor, index: Tensor, sizes: Any, *_: Any) -> Tensor:
-    """Each element at its place in its plane, zeros elsewhere; of several at one place the greatest."""
-    lead, total = x.shape[: x.dim() - len(sizes)], math.prod(sizes)
-    if x.numel() == 0:
-        return x.new_zeros((*lead, *sizes))
-    x, index = (v.reshape(*lead, -1) for v in (x, index))
-    low = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    top = x.new_full((*lead, total), low).scatter_reduce(-1, index, x, "amax")
-    taken = torch.zeros((*lead, total), dtype=torch.int32, device=x.device)
-    taken = taken.scatter_reduce(-1, index, torch.ones_like(index, dtype=torch.int32), "amax")
-    return torch.where(taken > 0, top, 0).reshape(*lead, *sizes)
-
-
 # --- histograms -----------------------------------------------------------------------------------------------
 
 
@@ -342,6 +179,69 @@ def bins_of(x: Tensor, bins: Any, *, range: Any = None, weight: Any = None, dens
 def histogram_of(x: Tensor, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
     edges = bins if isinstance(bins, Tensor) else _edges(x.reshape(-1), bins, range)
     return binned(x, [edges], weight=weight, density=density), edges.clone()
+
+
+def histc(x: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Tensor:
+    """How many elements are in each of equal bins, the last of which holds its upper end too."""
+    flat = x.reshape(-1)
+    made = flat.new_zeros(bins)
+    if low == high and flat.numel() == 0:
+        return made
+    if low == high:
+        low, high = flat.min(), flat.max()
+        same = (low == high).to(x.dtype)
+        low, high = low - same, high + same
+    at = ((flat - low) * bins / (high - low)).long()
+    inside = (flat >= low) & (flat <= high)
+    return made.index_add(0, at.clamp(0, bins - 1), inside.to(x.dtype))
+
+
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> Any:
+    """Where most elements are asked for, the first of all in order: what is sorted and what is left may be sharded."""
+    n = x.shape[dim] if x.dim() else 0
+    if not isinstance(n, int) or 2 * k <= n or not n:
+        return NotImplemented
+    return tuple(_part(v, dim % x.dim(), 0, k) for v in x.sort(dim=dim, descending=largest, stable=True))
+
+
+def mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+    """Of the values that are there most often the least: in order, the longest run.  Where it is, is the last of them
+    (torch's kernels give any of many)."""
+    if x.dim() == 0 or x.numel() == 0:
+        return NotImplemented
+    dim, n = dim % x.dim(), x.shape[dim]
+    values, where = x.sort(dim=dim, stable=True)
+    place = _at(x, dim, torch.arange(n, device=x.device)).expand(x.shape)
+    before, after = (aten.slice(values, dim, *ends) for ends in ((0, n - 1), (1, n)))
+    begins = aten.constant_pad_nd((before != after).long(), [0, 0] * (x.dim() - 1 - dim) + [1, 0])
+    length = place - (place * begins).cummax(dim).values
+    last = length.argmax(dim, keepdim=True)
+    value, index = values.gather(dim, last), where.gather(dim, last)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+# --- transforms ---------------------------------------------------------------------------------------------------
+
+
+def fft_c2c(x: Tensor, dims: Any, norm: int, forward: bool) -> Tensor:
+    """One dim after the other, so that of each transform all other dims may be sharded."""
+    if len(dims) < 2:
+        return NotImplemented
+    for d in dims:
+        x = aten._fft_c2c(x, [d], norm, forward)
+    return x
+
+
+def fft_r2c(x: Tensor, dims: Any, norm: int, onesided: bool) -> Tensor:
+    if len(dims) < 2:
+        return NotImplemented
+    return aten._fft_c2c(aten._fft_r2c(x, dims[-1:], norm, onesided), dims[:-1], norm, True)
+
+
+def fft_c2r(x: Tensor, dims: Any, norm: int, size: int) -> Tensor:
+    if len(dims) < 2:
+        return NotImplemented
+    return aten._fft_c2r(aten._fft_c2c(x, dims[:-1], norm, False), dims[-1:], norm, size)
 
 
 # --- losses -------------------------------------------------------------------------------------------------
@@ -428,6 +328,100 @@ def segment_reduce_backward(
     return torch.where(hit, (grad / equal.clamp_min(1)).index_select(0, segment), 0)
 
 
+# --- parts of a dim -------------------------------------------------------------------------------------------
+
+
+def _part(x: Tensor, dim: int, begin: int, size: int) -> Tensor:
+    return aten.slice(x, dim, begin, begin + size)
+
+
+def _at(x: Tensor, dim: int, places: Tensor) -> Tensor:
+    """A vector along a dim of ``x``."""
+    return places.reshape([-1 if d == dim else 1 for d in range(x.dim())])
+
+
+def _placed(x: Tensor, dim: int, begin: int, n: int) -> Tensor:
+    """``x`` as elements ``begin ...`` of a dim of ``n``, zeros around them."""
+    after = n - begin - x.shape[dim]
+    return aten.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [begin, after])
+
+
+def select(x: Tensor, dim: int, index: int) -> Tensor:
+    dim, n = dim % x.dim(), x.shape[dim]
+    return _part(x, dim, index + n if index < 0 else index, 1).squeeze(dim)
+
+
+def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    dim, n = dim % x.dim(), x.shape[dim]
+    hit = torch.arange(n, device=x.device) == (index + n if index < 0 else index)
+    return torch.where(_at(x, dim, hit), source.unsqueeze(dim).to(x.dtype), x)
+
+
+def select_backward(grad: Tensor, sizes: Any, dim: int, index: int) -> Tensor:
+    return select_scatter(grad.new_zeros(sizes), grad, dim, index)
+
+
+def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [select(x, dim, i) for i in range(x.shape[dim])]
+
+
+def split_with_sizes(x: Tensor, sizes: Any, dim: int = 0) -> list[Tensor]:
+    ends = itertools.accumulate(sizes)
+    return [_part(x, dim % x.dim(), end - size, size) for end, size in zip(ends, sizes, strict=True)]
+
+
+def split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    n = x.shape[dim]
+    begins = range(0, n, size) if size else [0]
+    return [_part(x, dim % x.dim(), b, min(size, n - b)) for b in begins]
+
+
+def _strided(x: Tensor, step: int, dim: int) -> Tensor:
+    """With ``step - 1`` zeros behind each element of a dim."""
+    if step == 1:
+        return x
+    return _placed(x.unsqueeze(dim + 1), dim + 1, 0, step).flatten(dim, dim + 1)
+
+
+def _begin(start: int | None, n: int) -> int:
+    start = 0 if start is None else start
+    return min(max(start + n if start < 0 else start, 0), n)
+
+
+def slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    dim, n, begin = dim % x.dim(), x.shape[dim], _begin(start, x.shape[dim])
+    source, m = source.to(x.dtype), source.shape[dim]
+    if m == 0 or m == n:
+        return (source if m else x).clone()
+    place = _at(x, dim, torch.arange(n, device=x.device))
+    hit = (place >= begin) & (place < begin + m * step)
+    if step > 1:
+        hit = hit & ((place - begin) % step == 0)
+    return torch.where(hit, source if m == 1 else _placed(_strided(source, step, dim), dim, begin, n), x)
+
+
+def slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, step: int) -> Tensor:
+    dim, m = dim % len(sizes), grad.shape[dim % len(sizes)]
+    if m == 1 and sizes[dim] > 1:
+        return select_backward(grad.squeeze(dim), sizes, dim, _begin(start, sizes[dim]))
+    return _placed(_strided(grad, step, dim), dim, _begin(start, sizes[dim]), sizes[dim])
+
+
+def diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    dim1, dim2 = dim1 % x.dim(), dim2 % x.dim()
+    rows, columns = (_at(x, d, torch.arange(x.shape[d], device=x.device)) for d in (dim1, dim2))
+    made = _placed(source, source.dim() - 1, max(0, -offset), x.shape[dim1]).unsqueeze(-1)
+    order = [*(d for d in range(x.dim()) if d not in (dim1, dim2)), dim1, dim2]
+    made = made.permute([order.index(d) for d in range(x.dim())])
+    return torch.where(rows + offset == columns, made, x)
+
+
+def diagonal_backward(grad: Tensor, sizes: Any, offset: int, dim1: int, dim2: int) -> Tensor:
+    return diagonal_scatter(grad.new_zeros(sizes), grad, offset, dim1, dim2)
+
+
 # --- views of what lies in memory -----------------------------------------------------------------------------
 
 
@@ -493,8 +487,9 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 
 # Those of which the gradient is that of the decomposition, where torch has a kernel of its own for it.
 EARLY = (
-    aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, aten._upsample_bilinear2d_aa.default,
-    aten._upsample_bicubic2d_aa.default,
+    aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
+    aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default,
 )  # fmt: skip
 
 
@@ -519,7 +514,27 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.segment_reduce.default: segment_reduce,
         aten._segment_reduce_backward.default: segment_reduce_backward,
         aten.as_strided.default: as_strided,
+        aten.as_strided_copy.default: as_strided,
         aten.as_strided_scatter.default: as_strided_scatter,
+        aten.select.int: select,
+        aten.select_scatter.default: select_scatter,
+        aten.select_backward.default: select_backward,
+        aten.unbind.int: unbind,
+        aten.split.Tensor: split,
+        aten.split_copy.Tensor: split,
+        aten.split_with_sizes.default: split_with_sizes,
+        aten.slice_scatter.default: slice_scatter,
+        aten.slice_backward.default: slice_backward,
+        aten.diagonal_scatter.default: diagonal_scatter,
+        aten.diagonal_backward.default: diagonal_backward,
+        aten._fft_c2c.default: fft_c2c,
+        aten._fft_r2c.default: fft_r2c,
+        aten._fft_c2r.default: fft_c2r,
+        aten.histc.default: histc,
+        aten.mode.default: mode,
+        aten.topk.default: topk,
+        aten._adaptive_avg_pool2d.default: adaptive_avg_pool,
+        aten._adaptive_avg_pool3d.default: adaptive_avg_pool,
         aten.adaptive_max_pool2d.default: adaptive_max_pool,
         aten.adaptive_max_pool3d.default: adaptive_max_pool,
         aten._pad_circular.default: continued("circular"),

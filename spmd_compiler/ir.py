@@ -1,4 +1,4 @@
-"""Typed access to FX nodes, and `Emit`, with which local forms write nodes of the partitioned graph.
+"""Typed access to FX nodes, and `Writer`, which writes nodes of the partitioned graph.
 
 The *joint graph* holds ATen calls in global shapes: ``meta["val"]`` is a fake tensor (or a tuple of them),
 ``meta["phase"]`` is ``"forward"`` or ``"backward"``.  The *local graph* holds the same in one device's shapes,
@@ -23,11 +23,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from . import collectives as coll
 from .cost import Profile
 from .dims import Dims
 from .placements import Mesh, Spec
-from .symbolic import IntExpr, bind_tree, coordinate, length, offset, pieces, table
+from .symbolic import bind_tree
 
 META_KEYS = (
     "stack_trace",
@@ -73,6 +72,19 @@ def operands(node: Node) -> tuple[Node, ...]:
     flat: list[Node] = []
     map_arg((node.args, node.kwargs), flat.append)
     return tuple(n for n in flat if is_tensor(n.meta.get("val")))
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument of a node by the name it has in the op's schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    for i, arg in enumerate(schema):
+        if arg.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return arg.default_value if arg.has_default_value() else default
+    return default
 
 
 def body_of(node: Node) -> torch.fx.GraphModule | None:
@@ -208,58 +220,11 @@ class Partitioned:
     saved: float = 0.0  # seconds that joined collectives save, of the price of them apart
 
 
-class Emit:
-    """Writes the local nodes of one joint node under one choice.
-
-    A local form is a function ``form(e, *args, **kwargs)`` of an `Emit` and the joint node's arguments with
-    tensors replaced by local nodes; it returns the local node (or a tuple, one for each result).  It speaks in
-    the letters of its rule: ``e.axes("v")`` are the mesh axes that shard factor ``v``, outermost first.
-    """
+class Writer:
+    """Writes nodes of the local graph in place of one joint node."""
 
     def __init__(self, graph: Graph, mesh: Mesh, origin: Node, fake_mode: Any) -> None:
         self.graph, self.mesh, self.node, self.fake_mode = graph, mesh, origin, fake_mode
-        self.sizes: dict[str, int] = {}
-        self.factor_axes: dict[str, tuple[str, ...]] = {}
-        self.result_specs: tuple[Spec | None, ...] = ()
-        self.operand_specs: tuple[Spec | None, ...] = ()
-
-    # --- what a form may ask -------------------------------------------------------------------------------
-
-    def axes(self, factor: str) -> tuple[str, ...]:
-        return self.factor_axes.get(factor, ())
-
-    def size(self, factor: str) -> IntExpr:
-        """The local size of a factor."""
-        n: IntExpr = self.sizes[factor]
-        for axis in self.axes(factor):
-            n = length(n, self.mesh[axis], axis)
-        return n
-
-    def offset(self, factor: str) -> IntExpr:
-        """The global index of a factor's first local element."""
-        n, begin = self.sizes[factor], 0
-        for axis in self.axes(factor):
-            begin = begin + offset(n, self.mesh[axis], axis)
-            n = length(n, self.mesh[axis], axis)
-        return begin
-
-    def shape(self, result: int = 0) -> tuple[IntExpr, ...]:
-        """The local shape of a result."""
-        value, spec = results(self.node)[result], self.result_specs[result]
-        return spec.local_shape(value.shape, self.mesh)
-
-    def place(self, factor: str) -> IntExpr:
-        """The number of this device's piece among all pieces of a factor."""
-        index: IntExpr = 0
-        for axis in self.axes(factor):
-            index = index * self.mesh[axis] + coordinate(axis)
-        return index
-
-    def pieces(self, factor: str, n: int | None = None) -> list[coll.Range]:
-        """``(begin, end)`` of every piece of a factor, or of a dim of ``n`` elements cut as the factor is."""
-        return pieces(self.sizes[factor] if n is None else n, [self.mesh[a] for a in self.axes(factor)])
-
-    # --- what a form may do --------------------------------------------------------------------------------
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """Add a call to the local graph; sympy expressions may stand for integers anywhere in its arguments."""
@@ -276,63 +241,6 @@ class Emit:
                 node.meta[key] = self.node.meta[key]
         node.meta["origin"], node.meta["val"] = self.node.name, value
         return node
-
-    def result(self, result: int) -> torch.Tensor | None:
-        """A fake tensor of a result's local piece at coordinate 0, its dims in the memory order of the global value."""
-        value, spec = results(self.node)[result], self.result_specs[result]
-        return None if value is None or spec is None else local_fake(value, spec, self.mesh)
-
-    def all_reduce(self, x: Node, factor: str, op: str = "sum") -> Node:
-        """Reduce ``x`` over every axis of a factor."""
-        for axis in self.axes(factor):
-            x = self.call(coll.all_reduce, x, axis, self.mesh[axis], op)
-        return x
-
-    def fetch(
-        self, x: Node, dim: int, factor: str, have: Sequence[coll.Range], want: Sequence[Sequence[coll.Range]],
-        fill: Any = 0,
-    ) -> Node:  # fmt: skip
-        """The ranges of ``dim`` that each device wants, of a value of which it has one range (both by piece number).
-
-        Only what a device lacks travels; what nobody has is ``fill``.
-        """
-        if any(coll.sent(have, want)):
-            axes = self.axes(factor)
-            size = table([sum(e - b for b, e in w) for w in want], self.place(factor))
-            flat = [[i for r in have for i in r], [i for w in want for r in w for i in r]]
-            return self.call(coll.fetch, x, dim, size, *flat, fill, list(axes), [self.mesh[a] for a in axes])
-        parts = [self.crop(x, dim, factor, have, each, fill) for each in zip(*want, strict=True)]
-        return parts[0] if len(parts) == 1 else self.call(torch.ops.aten.cat.default, parts, dim)
-
-    def crop(
-        self, x: Node, dim: int, factor: str, have: Sequence[coll.Range], want: Sequence[coll.Range], fill: Any = 0
-    ) -> Node:  # fmt: skip
-        """The range of ``dim`` that each device wants of the one it has (by piece number), ``fill`` where that ends."""
-        place, cuts, pads = self.place(factor), [], []
-        for (low, high), (begin, end) in zip(have, want, strict=True):
-            first, last = max(begin, low), min(end, high)
-            if first >= last:
-                first = last = low
-                begin, end = low, low + end - begin
-            cuts.append((first - low, last - low, high - low))
-            pads.append((first - begin, end - last))
-        if any(c[0] > 0 or c[1] < c[2] for c in cuts):
-            ends = [table([c[i] for c in cuts], place) for i in (0, 1)]
-            x = self.call(torch.ops.aten.slice.Tensor, x, dim, *ends)
-        if any(p != (0, 0) for p in pads):
-            before = [0, 0] * (x.meta["val"].dim() - 1 - dim)
-            pair = [table([p[i] for p in pads], place) for i in (0, 1)]
-            x = self.call(torch.ops.aten.constant_pad_nd.default, x, [*before, *pair], fill)
-        return x
-
-    def all_gather(self, x: Node, factor: str, dim: int) -> Node:
-        """Make ``dim`` of ``x``, cut as the factor is, whole (the innermost axis is gathered first)."""
-        levels: list[IntExpr] = [self.sizes[factor]]
-        for axis in self.axes(factor):
-            levels.append(length(levels[-1], self.mesh[axis], axis))
-        for axis, total in zip(reversed(self.axes(factor)), reversed(levels[:-1]), strict=True):
-            x = self.call(coll.all_gather, x, dim, total, axis, self.mesh[axis])
-        return x
 
 
 def local_fake(value: torch.Tensor, spec: Spec, mesh: Mesh) -> torch.Tensor:

@@ -36,13 +36,14 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._sympy import functions as torch_functions
 
+from . import ops  # noqa: F401  (registers the rules, and operators that decompositions make)
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
 from .bodies import adopt
 from .decompositions import EARLY, table
 from .dims import Dims, Guard
+from .draws import is_random
 from .family import fake_at
 from .ir import Captured, Input, Output, project_path, source_line
-from .ops.random import is_random
 from .placements import Mesh, Spec, SpmdError, depends_on_data
 from .symbolic import dim, number, real
 

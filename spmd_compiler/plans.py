@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch.fx import GraphModule, Node
 
+from . import ops  # noqa: F401  (registers the rules)
 from .bodies import Border
 from .ir import Captured
 from .placements import Spec, SpmdError

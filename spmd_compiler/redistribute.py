@@ -30,7 +30,7 @@ from torch.fx import Node
 
 from . import collectives as coll
 from .cost import Profile
-from .ir import Emit
+from .ir import Writer
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import IntExpr, length, offset
 
@@ -184,7 +184,7 @@ def gathered(spec: Spec) -> list[Spec]:
     return found
 
 
-def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
+def emit_move(e: Writer, x: Node, move: Move, shape: Sequence[int]) -> Node:
     """Write one move of the local value ``x`` (global ``shape``) to the graph."""
     size: IntExpr = 0
     total: IntExpr = 0
@@ -215,7 +215,7 @@ def emit_move(e: Emit, x: Node, move: Move, shape: Sequence[int]) -> Node:
     return e.call(slice_op, x, new.dim, begin, begin + length(before, parts, axis))
 
 
-def emit(e: Emit, x: Node, steps: Sequence[Move], shape: Sequence[int]) -> Node:
+def emit(e: Writer, x: Node, steps: Sequence[Move], shape: Sequence[int]) -> Node:
     """Write a plan to the graph."""
     for move in steps:
         x = emit_move(e, x, move, shape)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +27,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx import Node
 
-from .ir import Emit, is_tensor, operands, results
+from .ir import operands, results
 from .placements import REDUCE_OPS, Mesh, Spec, SpmdError
-from .symbolic import bind_tree
 
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: for each dim its factors, major first
 
@@ -60,7 +57,7 @@ class Rule:
 
     ``reduce`` gives, for a factor absent from a result, the op that makes the result whole (``"sum"`` if not
     named); ``"none"`` says that the local form has done it already and the result is replicated.  Factors in
-    ``whole`` are never sharded.  ``form`` writes the local nodes (`ir.Emit`); without one the same op runs on
+    ``whole`` are never sharded.  ``form`` writes the local nodes (`emit.Emit`); without one the same op runs on
     local pieces.  ``flops`` counts matmul-like work of the global op.
 
     A factor in ``windows`` stands in dims of different sizes (all of them listed; ``sizes`` has a result's): each is
@@ -79,6 +76,7 @@ class Rule:
     even: frozenset[str] = frozenset()  # factors that are cut evenly or not at all (the form can't do uneven pieces)
     windows: Mapping[str, frozenset[int]] = field(default_factory=dict)
     aligned: bool = False
+    nonempty: bool = False  # whether torch refuses pieces without elements: the form gets one zero in their place
     ways: tuple[Way, ...] = ()  # to run it on one axis, besides what the factors give
 
     def key(self) -> tuple[Any, ...]:
@@ -337,6 +335,16 @@ def fit(
     )  # fmt: skip
 
 
+def contributed(x: torch.Tensor, *factors: str) -> dict[str, str]:
+    """How results are reduced to which one device contributes and the others zero (of truth values: false)."""
+    return dict.fromkeys(factors, "max" if x.dtype == torch.bool else "sum")
+
+
+def moved(node: Node, ops: Sequence[Dims], res: Sequence[Dims], **fields: Any) -> Rule | None:
+    """A rule of data movement: all operands may be partial together, under any reduction."""
+    return fit(node, ops, res, [list(range(len(operands(node))))], ANY_OP, **fields)
+
+
 # --- templates ---------------------------------------------------------------------------------------------
 
 
@@ -544,54 +552,3 @@ def _nesting(axes: Sequence[str], placements: Sequence[Placement], order: Sequen
     dims_ = {a: p.dim for a, p in zip(axes, placements, strict=True) if type(p) is Shard}
     groups = [tuple(a for a in order if dims_.get(a) == d) for d in sorted(set(dims_.values()))]
     return tuple(g for g in groups if len(g) > 1)
-
-
-# --- emission ----------------------------------------------------------------------------------------------
-
-
-def emit_choice(
-    graph: Graph,
-    mesh: Mesh,
-    fake_mode: Any,
-    node: Node,
-    rule: Rule,
-    choice: Choice,
-    local_operands: Sequence[Node],
-    scalars: Mapping[Node, Any] | None = None,
-) -> tuple[Node | None, ...]:
-    """Write the local nodes of ``node`` under ``choice``: one for each result (None where it is not a tensor).
-
-    ``local_operands`` are in the order of `operands` and hold what ``choice.operands`` says; ``scalars`` maps
-    arguments that are nodes but not tensors.  Results carry ``meta["spec"]`` and ``meta["global"]``.
-    """
-    e = Emit(graph, mesh, node, fake_mode)
-    e.sizes, e.factor_axes = dict(rule.sizes), dict(choice.factor_axes)
-    e.operand_specs, e.result_specs = choice.operands, choice.results
-    feed = iter(local_operands)
-    args, kwargs = map_arg(
-        (node.args, node.kwargs), lambda n: next(feed) if is_tensor(n.meta.get("val")) else (scalars or {})[n]
-    )
-    made = rule.form(e, *args, **kwargs) if rule.form else e.call(node.target, *args, **kwargs)
-    values = results(node)
-    if not values:  # a check, say
-        return ()
-    if not isinstance(node.meta.get("val"), (tuple, list)):
-        made = (made,)
-    elif isinstance(made, Node):
-        made = tuple(None if v is None else e.call(operator.getitem, made, i) for i, v in enumerate(values))
-    found: list[Node | None] = []
-    for local, value, spec in zip(made, values, choice.results, strict=True):
-        if local is None or value is None:
-            found.append(None)
-            continue
-        if local in local_operands or local in found:
-            local = e.call(torch.ops.aten.alias.default, local)
-        expected = bind_tree(spec.local_shape(value.shape, mesh), {})
-        if tuple(local.meta["val"].shape) != tuple(expected):
-            raise AssertionError(
-                f"{node.target}: the local form gives {tuple(local.meta['val'].shape)} for {spec} of "
-                f"{tuple(value.shape)}, not {tuple(expected)}"
-            )
-        local.meta["spec"], local.meta["global"] = spec, tuple(int(s) for s in value.shape)
-        found.append(local)
-    return tuple(found)

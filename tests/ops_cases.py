@@ -34,6 +34,7 @@ class Case:
 
 CASES: list[Case] = []
 NO_RULE: list[Case] = []
+DECOMPOSED: list[Case] = []  # ops that are made of others: tried as programs of one call
 
 
 class Sampler:

@@ -4,7 +4,7 @@ import math
 
 import torch
 import transformers.integrations.moe  # noqa: F401  (defines its operators)
-from ops_cases import CASES, CUBE, MESHES, NO_RULE, ONE, aten, case, prims
+from ops_cases import CASES, CUBE, DECOMPOSED, MESHES, NO_RULE, ONE, aten, case, prims
 from torch import float32, float64, int64
 
 from spmd_compiler.placements import Mesh
@@ -205,9 +205,9 @@ case(aten.median.default, lambda s: [s.i(8, 3)], shards="r0 r1")
 case(aten.nanmedian.default, lambda s: [gaps(s.f(5, 6))], shards="r0 r1", meshes=(*MESHES, CUBE))
 case(aten.searchsorted.Tensor, lambda s: [torch.arange(5.0), s.f(8, 3, dtype=float32)], shards="d0 d1 v")
 case(aten.bucketize.Tensor, lambda s: [s.f(8, 3, dtype=float32), torch.arange(5.0)], shards="d0 d1 v")
-case(aten.histc.default, lambda s: [s.f(8, 3), 4, -1, 1], shards="r0 r1")
-case(aten.histc.default, lambda s: [s.f(8, 5), 4], shards="r0 r1")
-case(aten.histc.default, lambda s: [torch.ones(6), 3], shards="r0")
+case(aten.histc.default, lambda s: [s.f(8, 3), 4, -1, 1], to=DECOMPOSED)
+case(aten.histc.default, lambda s: [s.f(8, 5), 4], to=DECOMPOSED)
+case(aten.histc.default, lambda s: [torch.ones(6), 3], to=DECOMPOSED)
 case(aten.searchsorted.Tensor, lambda s: [s.f(3, 9).sort(1).values, s.f(3, 5)], shards="d0 v k")
 case(aten.searchsorted.Tensor, lambda s: [s.f(3, 9), s.f(3, 5)], lambda s: {"sorter": s.f(3, 9).argsort(1)}, shards="d0 k")
 
@@ -309,3 +309,13 @@ case(aten._trilinear.default, lambda s: [s.f(8, 3), s.f(5, 3, 4), s.f(8, 4), [1,
      shards="t0 t1 t2 t3")  # fmt: skip
 case(aten.linalg_pinv.atol_rtol_tensor, lambda s: [positive(s, 8, 3, 3)],
      lambda s: {"atol": s.p(8) * 1e-9, "rtol": s.p() * 1e-9}, shards="b0")  # fmt: skip
+for x, over in (([8, 4], [1, 0]), ([5, 8, 4], [1, 2])):
+    case(aten._fft_c2c.default, lambda s, n=x, d=over: [torch.complex(s.f(*n), s.f(*n)), d, 2, False], to=DECOMPOSED)
+for x, over in (([6, 4], [1, 0]), ([4, 8, 6], [0, 2])):
+    case(aten._fft_r2c.default, lambda s, n=x, d=over: [s.f(*n), d, 0, True], to=DECOMPOSED)
+    case(aten._fft_c2r.default, lambda s, n=x, d=over: [torch.fft.rfftn(s.f(*n), dim=d), d, 1, n[d[-1]]], to=DECOMPOSED)
+case(aten.mode.default, lambda s: [s.i(13, high=5)], to=DECOMPOSED)
+case(aten.mode.default, lambda s: [s.i(8, 5, high=3).to(float64), 1, True], to=DECOMPOSED)
+case(aten.as_strided_copy.default, lambda s: [s.f(8, 5), [4, 3], [5, 2], 3], to=DECOMPOSED)
+case(aten.topk.default, lambda s: [s.f(8, 12), 8], to=DECOMPOSED)
+case(aten.topk.default, lambda s: [s.f(13), 13, 0, False], to=DECOMPOSED)

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import torch
-from ops_cases import CUBE, ONE, aten, case, prims
+from ops_cases import CUBE, DECOMPOSED, ONE, aten, case, prims
 from torch import int64
 
 # --- views --------------------------------------------------------------------------------------------------
@@ -57,19 +57,19 @@ case(aten.slice.Tensor, lambda s: [s.f(11), 0, 7, 8], exact=True, shards="d0")
 case(aten.slice.Tensor, lambda s: [s.b(11), 0, 2, 8], exact=True, shards="d0")
 case(aten.slice.Tensor, lambda s: [s.b(11, 4), 0, 2, 3], exact=True, shards="d1")
 case(aten.slice.Tensor, lambda s: [s.f(11, 4), 0, 4, 4], exact=True, shards="d1")
-case(aten.select.int, lambda s: [s.f(3, 8, 2), 0, -1], exact=True, shards="d0 d1 d2")
-case(aten.select.int, lambda s: [s.b(3, 8, 2), 1, 2], exact=True, shards="d0 d2")
-case(aten.unbind.int, lambda s: [s.f(3, 8), 0], exact=True, shards="d0 d1")
-case(aten.split.Tensor, lambda s: [s.f(8, 5), 2, 1], exact=True, shards="d0 d1")
-case(aten.split.Tensor, lambda s: [s.f(8, 6), 3, 0], exact=True, shards="d0 d1")
-case(aten.split_with_sizes.default, lambda s: [s.f(8, 5), [1, 4], -1], exact=True, shards="d0 d1")
+case(aten.select.int, lambda s: [s.f(3, 8, 2), 0, -1], to=DECOMPOSED)
+case(aten.select.int, lambda s: [s.b(3, 8, 2), 1, 2], to=DECOMPOSED)
+case(aten.unbind.int, lambda s: [s.f(3, 8), 0], to=DECOMPOSED)
+case(aten.split.Tensor, lambda s: [s.f(8, 5), 2, 1], to=DECOMPOSED)
+case(aten.split.Tensor, lambda s: [s.f(8, 6), 3, 0], to=DECOMPOSED)
+case(aten.split_with_sizes.default, lambda s: [s.f(8, 5), [1, 4], -1], to=DECOMPOSED)
 case(aten.unfold.default, lambda s: [s.f(8, 5), 1, 3, 2], exact=True, shards="d0 d1")
 case(aten.unfold.default, lambda s: [s.f(19), 0, 2, 4], exact=True, shards="d0")
-case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 2), 1, 1, 3], exact=True, shards="d0 d1")
-case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 5), 1, 0, 9], exact=True, shards="d0 d1")
-case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(1, 5), 0, 5, 6], exact=True, shards="d0 d1")
-case(aten.slice_scatter.default, lambda s: [s.f(17), s.f(5), 0, 2, 15, 3], exact=True, shards="d0")
-case(aten.select_scatter.default, lambda s: [s.f(8, 5), s.f(8), 1, 3], exact=True, shards="d0 d1")
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 2), 1, 1, 3], to=DECOMPOSED)
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(8, 5), 1, 0, 9], to=DECOMPOSED)
+case(aten.slice_scatter.default, lambda s: [s.f(8, 5), s.f(1, 5), 0, 5, 6], to=DECOMPOSED)
+case(aten.slice_scatter.default, lambda s: [s.f(17), s.f(5), 0, 2, 15, 3], to=DECOMPOSED)
+case(aten.select_scatter.default, lambda s: [s.f(8, 5), s.f(8), 1, 3], to=DECOMPOSED)
 for shape, offset, dim1, dim2 in (
     ((8, 5, 5), 1, -1, 1), ((9, 9), 0, 0, 1), ((6, 8), -2, 0, 1), ((4, 11), -3, 1, 0), ((7, 2, 5), -1, 2, 0),
     ((5, 9), -4, 0, 1),
@@ -79,9 +79,9 @@ for shape, offset, dim1, dim2 in (
     case(aten.diagonal.default, lambda s, n=shape, w=where: [s.f(*n), *w], exact=True, shards=factors)
     case(
         aten.diagonal_scatter.default,
-        lambda s, n=shape, w=where: [s.f(*n), s.f(*torch.diagonal(s.f(*n), *w).shape), *w], exact=True, shards=factors,
+        lambda s, n=shape, w=where: [s.f(*n), s.f(*torch.diagonal(s.f(*n), *w).shape), *w], to=DECOMPOSED,
     )  # fmt: skip
-case(aten.diagonal.default, lambda s: [s.b(8, 8)], exact=True, shards="d0")
+case(aten.diagonal.default, lambda s: [s.b(8, 8)], exact=True, shards="d0 d1")
 case(aten.flip.default, lambda s: [s.f(8, 5), [1]], exact=True, shards="d0 d1")
 case(prims.rev.default, lambda s: [s.f(8, 5), [0, 1]], exact=True, shards="d0 d1")
 case(aten.repeat.default, lambda s: [s.f(8, 5), [2, 1, 3]], exact=True, shards="d0 d1")
@@ -250,17 +250,9 @@ case(
         *aten.max_pool3d_with_indices(x, [2], [1], [1])))(s.f(1, 2, 3, 4, 5)), shards="w0 w1 w2", meshes=(ONE, CUBE),
 )  # fmt: skip
 for shape, size in (((8, 4, 4), [2, 2]), ((2, 3, 11, 8), [4, 5]), ((1, 1, 5, 6), [8, 2])):
-    case(aten._adaptive_avg_pool2d.default, lambda s, n=shape, m=size: [s.f(*n), m], shards="w0 w1")
-    case(
-        aten._adaptive_avg_pool2d_backward.default, lambda s, n=shape, m=size: [s.f(*n[:-2], *m), s.f(*n)],
-        shards="w0 w1",
-    )  # fmt: skip
-    case(
-        aten.adaptive_max_pool2d_backward.default,
-        lambda s, n=shape, m=size: (lambda x: [s.f(*n[:-2], *m), x, aten.adaptive_max_pool2d(x, m)[1]])(s.f(*n)),
-        shards="w0 w1",
-    )  # fmt: skip
-case(aten._adaptive_avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [3, 2, 4]], shards="w0 w1 w2", meshes=(CUBE,))
+    case(aten._adaptive_avg_pool2d.default, lambda s, n=shape, m=size: [s.f(*n), m], to=DECOMPOSED)
+    case(aten.adaptive_max_pool2d.default, lambda s, n=shape, m=size: [s.f(*n), m], to=DECOMPOSED)
+case(aten._adaptive_avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [3, 2, 4]], to=DECOMPOSED)
 PADS = (  # shape, pad
     ((2, 3, 8), [2, 1]),
     ((1, 9), [5, 3]),

@@ -1,11 +1,17 @@
 """Our decompositions against the ops that they stand for."""
 
+from types import SimpleNamespace
+
+import opinfo
+import ops_cases_compute  # noqa: F401  (fills DECOMPOSED)
+import ops_cases_move  # noqa: F401
 import pytest
 import torch
 import torch.nn.functional as F
+from ops_cases import DECOMPOSED
 
 from spmd_compiler import decompositions as ours
-from spmd_compiler import export
+from spmd_compiler import export, resampling
 
 TARGET = torch.tensor([[1, 2, -1, 0, 0, 0], [0, 3, 1, 2, 4, 5], [-1, 1, 1, 1, 1, 1], [4, 4, -1, 2, 2, 2]])
 
@@ -70,7 +76,7 @@ def test_weight_norm_backward(dim):
 def test_resize(dtype, aligned, mode, shape, size):
     torch.manual_seed(0)
     x = torch.randn(shape).to(dtype)
-    got = ours.resize(x, size, aligned, [None] * 3, mode == "bicubic")
+    got = resampling.resize(x, size, aligned, [None] * 3, mode == "bicubic")
     rounding = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(got, F.interpolate(x, size, mode=mode, align_corners=aligned), **rounding)
 
@@ -88,14 +94,16 @@ def test_programs_resize_by_a_factor(dtype, mode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape, size", [((2, 11, 7), (4, 5)), ((1, 2, 3, 8), (5, 2)), ((2, 2, 5, 4, 7), (2, 4, 3))])
-def test_adaptive_max_pool(dtype, shape, size):
-    """Places too, of equals the first."""
+def test_adaptive_pools(dtype, shape, size):
+    """Places of the greatest too, of equals the first; means are rounded once."""
     torch.manual_seed(0)
     x = torch.randint(0, 4, shape).to(dtype)
     pool = F.adaptive_max_pool2d if len(size) == 2 else F.adaptive_max_pool3d
-    assert ours.adaptive_max_pool(x, size)[1].equal(pool(x, size, return_indices=True)[1])
+    assert resampling.adaptive_max_pool(x, size)[1].equal(pool(x, size, return_indices=True)[1])
+    mean = F.adaptive_avg_pool2d if len(size) == 2 else F.adaptive_avg_pool3d
+    torch.testing.assert_close(resampling.adaptive_avg_pool(x, size), mean(x.double(), size).to(dtype))
     x[0, 0, 2:4] = torch.nan
-    torch.testing.assert_close(ours.adaptive_max_pool(x, size)[0], pool(x, size), equal_nan=True)
+    torch.testing.assert_close(resampling.adaptive_max_pool(x, size)[0], pool(x, size), equal_nan=True)
 
 
 def both_ways(function, args, mesh, placements):
@@ -177,3 +185,21 @@ def test_histograms(dim, weighted):
     program = export(histograms, (x, w), mesh={"dp": 3}, placements={"x": {"dp": f"S({dim})"}})
     torch.testing.assert_close(program.simulate(x, w), histograms(x, w))
     assert not program.replicated_ops
+
+
+@pytest.mark.parametrize("case", DECOMPOSED, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_every_placement_of_what_is_made_of_other_ops(case):
+    """Forward and backward, on one axis and two; and no plan need gather a sharded operand."""
+    args, kwargs = case.make()
+    args = [a.requires_grad_(a.is_floating_point() or a.is_complex()) if isinstance(a, torch.Tensor) else a for a in args]
+    call = SimpleNamespace(input=args[0], args=tuple(args[1:]), kwargs=kwargs, output_process_fn_grad=lambda out: out)
+    entry = opinfo.Entry(str(case), opinfo.Sample(SimpleNamespace(op=case.op), call))
+    tried = opinfo.placements(entry.sample.tensors, 0, 8)
+    assert sum(any(s.sharding for s in specs) for _, specs in tried) > 1
+    for i, (mesh, specs) in enumerate(tried):
+        if entry.differentiable and i % 2 == 0:
+            entry.check(mesh, specs, whole=True)
+        local = entry.check(mesh, specs, whole=False, options=opinfo.SPARING)
+        assert not local.replicated_ops
+        assert mesh is opinfo.GRID or opinfo.gathered(local) is None, (specs, opinfo.gathered(local))

@@ -19,8 +19,9 @@ from torch.fx import Graph, GraphModule
 from torch.utils import _pytree as pytree
 
 from spmd_compiler import ops, simulate  # noqa: F401  (importing ops registers the rules)
+from spmd_compiler.emit import emit_choice
 from spmd_compiler.ir import operands, results
-from spmd_compiler.rules import choices, emit_choice, rule_of
+from spmd_compiler.rules import choices, rule_of
 
 MOST = 96  # choices tried on one mesh; beyond that, every k-th
 

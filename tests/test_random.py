@@ -7,8 +7,8 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spmd_compiler.ops import random
-from spmd_compiler.ops.random import decomposed, draw, functionalize
+from spmd_compiler import draws as random
+from spmd_compiler.draws import decomposed, draw, functionalize
 from spmd_compiler.placements import SpmdError
 
 CPU = torch.device("cpu")

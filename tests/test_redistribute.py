@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule
 from spmd_compiler import simulate
 from spmd_compiler.collectives import collectives
 from spmd_compiler.cost import PROFILES
-from spmd_compiler.ir import Emit
+from spmd_compiler.ir import Writer
 from spmd_compiler.placements import Mesh, Spec, SpmdError
 from spmd_compiler.redistribute import emit, plan
 
@@ -40,7 +40,7 @@ def redistributed(source, target, shape, mesh, profile=BYTES):
     with mode:
         at = dict.fromkeys(mesh.axes, 0)
         x.meta["val"] = torch.empty([simulate.bind_tree(n, at) for n in source.local_shape(shape, mesh)])
-    graph.output((emit(Emit(graph, mesh, x, mode), x, steps, shape),))
+    graph.output((emit(Writer(graph, mesh, x, mode), x, steps, shape),))
     gm = GraphModule(torch.nn.Module(), graph)
     return gm, collectives(list(graph.nodes))
 

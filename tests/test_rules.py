@@ -7,9 +7,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.fx import Graph
 
 from spmd_compiler import rules
-from spmd_compiler.ir import Emit, operands
+from spmd_compiler.emit import Emit, emit_choice
+from spmd_compiler.ir import operands
 from spmd_compiler.placements import Mesh, Spec
-from spmd_compiler.rules import Linear, Rule, choices, emit_choice, parse_rule, register_rule, rule_of
+from spmd_compiler.rules import Linear, Rule, choices, parse_rule, register_rule, rule_of
 
 aten = torch.ops.aten
 

@@ -9,10 +9,8 @@ from . import (
     index,
     linalg,
     matmul,
-    pad,
     pointwise,
     pool,
-    random,
     ranges,
     reduce,
     sort,
@@ -21,6 +19,6 @@ from . import (
 )
 
 __all__ = [
-    "attention", "create", "diagonal", "grouped", "higher_order", "index", "linalg", "matmul", "pad", "pointwise",
-    "pool", "random", "ranges", "reduce", "sort", "view", "window",
+    "attention", "create", "diagonal", "grouped", "higher_order", "index", "linalg", "matmul", "pointwise", "pool",
+    "ranges", "reduce", "sort", "view", "window",
 ]  # fmt: skip

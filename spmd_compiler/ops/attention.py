@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands, results
+from ..emit import Emit, Local
+from ..forms.values import positions
+from ..ir import argument, is_tensor, operands, results
 from ..rules import Linear, Rule, define, parse_rule
-from .forms import constant, positions
-from .reduce import argument
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 Q, K, V, OUT, LSE = "b (g r) s d", "b g t d", "b g t e", "b (g r) s e", "b (g r) s"
 MASK = {2: "s t", 4: "b (g r) s t"}
@@ -44,49 +43,34 @@ def attention(node: Node, ops: list[str], res: list[str], products: int, whole: 
 # --- on CPU -------------------------------------------------------------------------------------------------
 
 
-def _causal(e: Emit, q: Node) -> Node:
-    """The additive causal mask of the local queries and keys."""
-    places = [positions(e, f, q) for f in "st"]
-    seen = e.call(aten.le.Tensor, places[1], e.call(aten.unsqueeze.default, places[0], 1))
-    return e.call(aten.where.self, seen, constant(e, 0.0, q), constant(e, -math.inf, q))
+def _masked(e: Emit, q: Local, causal: bool, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """A causal flag that holds for the global sequence, as an additive mask of the local queries and keys."""
+    if not causal or not e.axes("s", "t"):
+        return causal, kwargs
+    queries, keys = (positions(e, f, q) for f in "st")
+    return False, {**kwargs, "attn_mask": (keys <= queries.unsqueeze(1)).where(q.number(0.0), -math.inf)}
 
 
-def _masked(e: Emit, q: Node, causal: bool, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """A causal flag that holds for the global sequence, as one that holds for the local piece."""
-    if causal and (e.axes("s") or e.axes("t")):
-        return False, {**kwargs, "attn_mask": _causal(e, q)}
-    return causal, kwargs
-
-
-def merged(e: Emit, out: Node, lse: Node, mask: Node | None) -> tuple[Node, Node]:
+def merged(e: Emit, out: Local, lse: Local, mask: Local | None) -> tuple[Local, Local]:
     """Attention over all keys from the attentions over each device's, under a local additive mask."""
-    dtype = out.meta["val"].dtype
     if mask is not None:  # of rows that see none of the local keys the kernel gives a logsumexp of 0
-        lost = e.call(aten.eq.Scalar, e.call(aten.amax.default, mask, [-1]), -math.inf)
-        lse = e.call(aten.where.self, lost, constant(e, -math.inf, lse), lse)
+        lse = mask.amax([-1]).eq(-math.inf).where(-math.inf, lse)
     top = e.all_reduce(lse, "t", "max")
-    nowhere = e.call(aten.eq.Scalar, top, -math.inf)
-    top = e.call(aten.where.self, nowhere, constant(e, 0.0, top), top)
-    weight = e.call(aten.exp.default, e.call(aten.sub.Tensor, lse, top))
+    nowhere = top.eq(-math.inf)
+    top = nowhere.where(0.0, top)
+    weight = (lse - top).exp()
     total = e.all_reduce(weight, "t")
-    share = e.call(aten.unsqueeze.default, e.call(aten.div.Tensor, weight, total), -1)
-    scaled = e.call(aten.mul.Tensor, out, share)
-    some = e.call(aten.gt.Scalar, share, 0)
-    made = e.all_reduce(e.call(aten.where.self, some, scaled, constant(e, 0.0, scaled)), "t")
-    if made.meta["val"].dtype != dtype:
-        made = e.call(prims.convert_element_type.default, made, dtype)
-    lse = e.call(aten.add.Tensor, e.call(aten.log.default, total), top)
-    return made, e.call(aten.where.self, nowhere, top, lse)
+    share = (weight / total).unsqueeze(-1)
+    made = e.all_reduce((share > 0).where(out * share, 0.0), "t").to(out.dtype)
+    return made, nowhere.where(top, total.log() + top)
 
 
 @define(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _(node: Node) -> Rule | None:
-    def form(e: Emit, q: Node, k: Node, v: Node, dropout: float = 0.0, causal: bool = False, **kwargs: Any) -> Any:
+    def form(e: Emit, q: Local, k: Local, v: Local, dropout: float = 0.0, causal: bool = False, **kwargs: Any) -> Any:
         causal, kwargs = _masked(e, q, causal, kwargs)
-        made = e.call(node.target, q, k, v, dropout, causal, **kwargs)
-        if not e.axes("t"):
-            return made
-        return merged(e, e.call(operator.getitem, made, 0), e.call(operator.getitem, made, 1), kwargs.get("attn_mask"))
+        made = e.same(q, k, v, dropout, causal, **kwargs)
+        return merged(e, made[0], made[1], kwargs.get("attn_mask")) if e.axes("t") else made
 
     mask = [MASK[o.meta["val"].dim()] for o in operands(node)[3:]]
     return attention(node, [Q, K, V, *mask], [OUT, LSE], 2, "", form=form, linear=(), reduce={"t": "none"})
@@ -94,10 +78,9 @@ def _(node: Node) -> Rule | None:
 
 @define(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _(node: Node) -> Rule | None:
-    def form(e: Emit, grad: Node, q: Node, k: Node, v: Node, out: Node, lse: Node, dropout: float, causal: bool,
-             **kwargs: Any) -> Any:  # fmt: skip
-        causal, kwargs = _masked(e, q, causal, kwargs)
-        return e.call(node.target, grad, q, k, v, out, lse, dropout, causal, **kwargs)
+    def form(e: Emit, grad: Local, q: Local, *rest: Any, **kwargs: Any) -> Any:
+        causal, kwargs = _masked(e, q, rest[-1], kwargs)
+        return e.same(grad, q, *rest[:-1], causal, **kwargs)
 
     mask = [MASK[o.meta["val"].dim()] for o in operands(node)[6:]]
     return attention(
@@ -107,79 +90,45 @@ def _(node: Node) -> Rule | None:
 
 # --- on other devices: batch, heads and, where nothing is causal, queries -----------------------------------
 
+# For each kernel the products, the terms of its results (None: whole) and those of its tensors that `TERMS` lacks.
+PADDED = "b (g r) 1"  # the memory-efficient kernels pad the logsumexp's sequence: queries stay whole
+FUSED: dict[str, tuple[int, list[str | None], str]] = {
+    "flash_attention": (2, [OUT, LSE, *[None] * 7], ""),
+    "flash_attention_backward": (5, [Q, K, V], LSE),
+    "fused_attention_overrideable": (2, [OUT, LSE, *[None] * 7], ""),
+    "fused_attention_overrideable_backward": (5, [Q, K, V, MASK[4]], LSE),
+    "cudnn_attention": (2, [OUT, f"{LSE} 1", *[None] * 7], ""),
+    "cudnn_attention_backward": (5, [Q, K, V], f"{LSE} 1"),
+    "efficient_attention": (2, [OUT, PADDED, None, None], PADDED),
+    "efficient_attention_backward": (5, [Q, K, V, MASK[4]], PADDED),
+}
+TERMS = {"query": Q, "key": K, "value": V, "grad_out": OUT, "grad_out_": OUT, "out": OUT, "attn_bias": MASK[4]}
+NONE = {f: "none" for f in "bgs"}  # of random states and the like
 
-def _plain(shape: tuple[int, ...]) -> str:
-    """A term that is tied to nothing."""
-    return " ".join("1" for _ in shape)
+
+def _term(term: str | None, value: torch.Tensor | None) -> str:
+    """A term, or one that is tied to nothing where there is none."""
+    n = 0 if value is None else value.dim()
+    return term if term is not None and n else " ".join("1" * n)
 
 
-def _fused(
-    node: Node, names: list[tuple[str, str]], res: list[str | None], products: int, **fields: Any
-) -> Rule | None:  # fmt: skip
-    """``names`` gives a term for each tensor argument by name; other tensors and results are whole."""
-    terms = dict(names)
-    schema = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(schema, node.args, strict=False)) | node.kwargs
-    ops = [
-        terms.get(name, _plain(tuple(value.meta["val"].shape)))
-        for name, value in given.items()
-        if isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
-    ]
-    made = [
-        term if term is not None and value is not None and value.dim() else _plain(() if value is None else value.shape)
-        for term, value in zip(res, results(node), strict=True)
-    ]
-    whole = "t" + (" s" if argument(node, "is_causal", False) else "")
+@define(*(getattr(aten, f"_scaled_dot_product_{name}").default for name in FUSED))
+def _(node: Node) -> Rule | None:
+    products, res, lse = FUSED[node.target._schema.name.removeprefix("aten::_scaled_dot_product_")]
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    terms = {**TERMS, "logsumexp": lse}
+    ops = [_term(terms.get(name), v.meta["val"]) for name, v in given.items()
+           if isinstance(v, Node) and is_tensor(v.meta.get("val"))]  # fmt: skip
+    made = [_term(term, value) for term, value in zip(res, results(node), strict=True)]
+    whole = "t s" if argument(node, "is_causal", False) or lse == PADDED else "t"
 
     def form(e: Emit, *args: Any, **kwargs: Any) -> Any:
         given = list(args)
         for name, factor in (("max_q", "s"), ("max_k", "t")):
-            if name in schema[: len(given)]:
-                given[schema.index(name)] = e.size(factor)
-        return e.call(node.target, *given, **kwargs)
+            if name in names[: len(given)]:
+                given[names.index(name)] = e.size(factor)
+        return e.same(*given, **kwargs)
 
+    fields: dict[str, Any] = {"linear": (Linear((0,)),)} if products == 5 else {"linear": (), "reduce": NONE}
     return attention(node, ops, made, products, whole, form=form, **fields)
-
-
-TERMS = [
-    ("query", Q), ("key", K), ("value", V), ("grad_out", OUT), ("grad_out_", OUT), ("out", OUT), ("attn_bias", MASK[4]),
-]  # fmt: skip
-NONE = {f: "none" for f in ("b", "g", "s")}  # of random states and the like
-
-
-@define(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_fused_attention_overrideable.default)
-def _(node: Node) -> Rule | None:
-    return _fused(node, TERMS, [OUT, LSE, *[None] * 7], 2, linear=(), reduce=NONE)
-
-
-@define(aten._scaled_dot_product_flash_attention_backward.default)
-def _(node: Node) -> Rule | None:
-    return _fused(node, [*TERMS, ("logsumexp", LSE)], [Q, K, V], 5, linear=(Linear((0,)),))
-
-
-@define(aten._scaled_dot_product_fused_attention_overrideable_backward.default)
-def _(node: Node) -> Rule | None:
-    return _fused(node, [*TERMS, ("logsumexp", LSE)], [Q, K, V, MASK[4]], 5, linear=(Linear((0,)),))
-
-
-@define(aten._scaled_dot_product_cudnn_attention.default)
-def _(node: Node) -> Rule | None:
-    return _fused(node, TERMS, [OUT, f"{LSE} 1", *[None] * 7], 2, linear=(), reduce=NONE)
-
-
-@define(aten._scaled_dot_product_cudnn_attention_backward.default)
-def _(node: Node) -> Rule | None:
-    return _fused(node, [*TERMS, ("logsumexp", f"{LSE} 1")], [Q, K, V], 5, linear=(Linear((0,)),))
-
-
-# the memory-efficient kernels pad the logsumexp's sequence: queries stay whole
-@define(aten._scaled_dot_product_efficient_attention.default)
-def _(node: Node) -> Rule | None:
-    found = _fused(node, TERMS, [OUT, "b (g r) 1", None, None], 2, linear=(), reduce=NONE)
-    return found and dataclasses.replace(found, whole=found.whole | {"s"})
-
-
-@define(aten._scaled_dot_product_efficient_attention_backward.default)
-def _(node: Node) -> Rule | None:
-    found = _fused(node, [*TERMS, ("logsumexp", "b (g r) 1")], [Q, K, V, MASK[4]], 5, linear=(Linear((0,)),))
-    return found and dataclasses.replace(found, whole=found.whole | {"s"})

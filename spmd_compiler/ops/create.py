@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands
+from ..draws import draw
+from ..emit import Emit, Local
+from ..ir import operands
 from ..rules import Rule, define, dims, fit
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -25,7 +27,7 @@ def made(node: Node, form: Any, zero: bool = False) -> Rule | None:
 def _(node: Node) -> Rule | None:
     value = node.args[1]
 
-    def form(e: Emit, *args: Any, **kwargs: Any) -> Node:
+    def form(e: Emit, *args: Any, **kwargs: Any) -> Local:
         val = node.meta["val"]
         return e.call(aten.full.default, list(e.shape()), value, dtype=val.dtype, device=val.device)
 
@@ -34,7 +36,7 @@ def _(node: Node) -> Rule | None:
 
 @define(aten.empty.memory_format, aten.empty_strided, aten.new_empty_strided)
 def _(node: Node) -> Rule | None:
-    def form(e: Emit, *args: Any, **kwargs: Any) -> Node:
+    def form(e: Emit, *args: Any, **kwargs: Any) -> Local:
         val = node.meta["val"]
         return e.call(aten.empty.memory_format, list(e.shape()), dtype=val.dtype, device=val.device)
 
@@ -50,7 +52,19 @@ def _(node: Node) -> Rule | None:
 
 @define(prims.iota.default)
 def _(node: Node) -> Rule | None:
-    def form(e: Emit, n: int, *, start: int, step: int, **kwargs: Any) -> Node:
+    def form(e: Emit, n: int, *, start: int, step: int, **kwargs: Any) -> Local:
         return e.call(prims.iota.default, e.size("d0"), start=start + step * e.offset("d0"), step=step, **kwargs)
 
     return made(node, form)
+
+
+@define(draw)
+def _(node: Node) -> Rule | None:
+    """Any dim may be sharded: a device draws its own elements."""
+
+    def form(e: Emit, seed: Local, stream: int, kind: str, size: Any, offset: Any, shape: Any, *rest: Any) -> Local:
+        spec = e.result_specs[0]
+        begin = [o + b for o, b in zip(offset, spec.local_offset(node.meta["val"].shape, e.mesh), strict=True)]
+        return e.call(draw, seed, stream, kind, list(e.shape()), begin, shape, *rest)
+
+    return fit(node, [()], [dims("d", node.meta["val"].dim())], form=form)

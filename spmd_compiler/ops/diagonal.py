@@ -11,91 +11,38 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..collectives import Range
-from ..ir import Emit
-from ..rules import Rule, define, dims
-from ..symbolic import table
-from .forms import constant, counted
-from .ranges import same
-from .reduce import argument
-from .view import moved
+from ..emit import Emit, Local
+from ..forms.values import positions
+from ..ir import argument
+from ..rules import Rule, contributed, define, dims, moved
 
 aten = torch.ops.aten
 
 
-class Diagonal:
-    """Of matrices in dims ``rows`` and ``columns`` of ``ndim`` dims, with ``length`` elements."""
-
-    def __init__(self, node: Node, matrix: torch.Tensor, vector: torch.Tensor) -> None:
-        self.ndim, self.length = matrix.dim(), vector.shape[-1]
-        self.offset = argument(node, "offset")
-        self.rows, self.columns = argument(node, "dim1") % self.ndim, argument(node, "dim2") % self.ndim
-        self.row, self.column = f"d{self.rows}", f"d{self.columns}"
-        added = matrix.dtype != torch.bool
-        self.matrix = dims("d", self.ndim, [] if added else [self.columns])
-        self.rest = [d for d in range(self.ndim) if d not in (self.rows, self.columns)]
-        self.vector = (*(self.matrix[d] for d in self.rest), (self.row,))
-        self.shape = matrix.shape
-
-    def sharded(self, e: Emit) -> bool:
-        return bool(e.axes(self.row) or e.axes(self.column))
-
-    def own(self, e: Emit) -> list[Range]:
-        """The elements that each piece of the rows would hold, were there one in every row."""
-        first = max(0, -self.offset)
-        return [(b - first, end - first) for b, end in e.pieces(self.row, self.shape[self.rows])]
-
-    def hit(self, e: Emit, like: Node) -> Node:
-        """The mask of the local matrix."""
-        at = []
-        for d in (self.rows, self.columns):
-            pieces, place = e.pieces(f"d{d}", self.shape[d]), e.place(f"d{d}")
-            begin, size = table([b for b, _ in pieces], place), table([end - b for b, end in pieces], place)
-            numbers = counted(e, begin, size, like)
-            at.append(e.call(aten.reshape.default, numbers, [-1 if i == d else 1 for i in range(self.ndim)]))
-        return e.call(aten.eq.Tensor, e.call(aten.add.Tensor, at[0], self.offset), at[1])
-
-    def taken(self, e: Emit, x: Node) -> Node:
-        """The local piece of the vector, of a local matrix."""
-        own = self.own(e)
-        real = [(min(max(b, 0), self.length), min(max(end, 0), self.length)) for b, end in own]
-        if e.axes(self.column):
-            dtype = x.meta["val"].dtype
-            kept = e.call(aten.where.self, self.hit(e, x), x, constant(e, 0, x))
-            x = e.call(aten.sum.dim_IntList, kept, [self.columns], dtype=dtype)
-            at = self.rows - (self.columns < self.rows)
-            x = e.call(aten.permute.default, x, [*(d for d in range(self.ndim - 1) if d != at), at])
-            x = e.crop(x, self.ndim - 2, self.row, own, real)
-        else:
-            first = table([b for b, _ in e.pieces(self.row, self.shape[self.rows])], e.place(self.row))
-            x = e.call(aten.diagonal.default, x, first + self.offset, self.rows, self.columns)
-        return e.fetch(x, self.ndim - 2, self.row, real, [[r] for r in e.pieces(self.row, self.length)])
-
-    def put(self, e: Emit, x: Node, vector: Node) -> Node:
-        """A local matrix with the local piece of the vector in its diagonal."""
-        have = e.pieces(self.row, self.length)
-        vector = e.fetch(vector, self.ndim - 2, self.row, have, [[r] for r in self.own(e)])
-        order = [*self.rest, self.rows, self.columns]
-        made = e.call(aten.unsqueeze.default, vector, self.ndim - 1)
-        made = e.call(aten.permute.default, made, [order.index(d) for d in range(self.ndim)])
-        return e.call(aten.where.self, self.hit(e, vector), made, x)
-
-
 @define(aten.diagonal.default)
 def _(node: Node) -> Rule | None:
-    d = Diagonal(node, node.args[0].meta["val"], node.meta["val"])
+    x, length = node.args[0].meta["val"], node.meta["val"].shape[-1]
+    ndim, shift = x.dim(), argument(node, "offset")
+    rows, columns = argument(node, "dim1") % ndim, argument(node, "dim2") % ndim
+    row, column, at = f"d{rows}", f"d{columns}", rows - (columns < rows)
+    matrix = dims("d", ndim)
+    vector = (*(matrix[d] for d in range(ndim) if d not in (rows, columns)), (row,))
 
-    def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
-        return d.taken(e, x) if d.sharded(e) else same(e, x, *args, **kwargs)
+    def form(e: Emit, y: Local, *args: Any, **kwargs: Any) -> Local:
+        if not e.axes(row, column):
+            return e.same(y, *args, **kwargs)
+        first, held = max(0, -shift), e.pieces(row, x.shape[rows])
+        own = [(b - first, end - first) for b, end in held]  # were there an element in every row
+        real = [(min(max(b, 0), length), min(max(end, 0), length)) for b, end in own]
+        if e.axes(column):
+            begin, end = e.mine(row, held)
+            places = e.count(begin + shift, end - begin, y).along(rows, ndim)
+            kept = places.eq(positions(e, column, y).along(columns, ndim)).where(y, 0)
+            y = kept.amax([columns]) if x.dtype == torch.bool else kept.sum([columns], dtype=x.dtype)
+            y = y.permute([*(d for d in range(ndim - 1) if d != at), at])
+            y = e.crop(y, ndim - 2, row, own, real)
+        else:
+            y = e.call(aten.diagonal.default, y, e.mine(row, held)[0] + shift, rows, columns)
+        return e.fetch(y, ndim - 2, row, real, [[r] for r in e.pieces(row, length)])
 
-    return moved(node, [d.matrix], [d.vector], windows=[d.row], form=form)
-
-
-@define(aten.diagonal_scatter.default)
-def _(node: Node) -> Rule | None:
-    d = Diagonal(node, *(a.meta["val"] for a in node.args[:2]))
-
-    def form(e: Emit, x: Node, source: Node, *args: Any, **kwargs: Any) -> Node:
-        return d.put(e, x, source) if d.sharded(e) else same(e, x, source, *args, **kwargs)
-
-    return moved(node, [d.matrix, d.vector], [d.matrix], windows=[d.row], form=form)
+    return moved(node, [matrix], [vector], windows=[row], form=form, reduce=contributed(x, column))

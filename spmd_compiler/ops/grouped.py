@@ -7,16 +7,14 @@ their rows to the front, where the kernel works on no others, and contributes ze
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands
+from ..emit import Emit, Local
+from ..ir import argument, operands
 from ..rules import Rule, define, fit
-from .forms import both, constant, counted
-from .reduce import argument
 
 aten = torch.ops.aten
 
@@ -24,41 +22,32 @@ aten = torch.ops.aten
 class Rows:
     """The rows that a device's groups have among those that it holds."""
 
-    def __init__(self, e: Emit, offs: Node) -> None:
-        self.e, self.begin, self.mask = e, None, None
+    def __init__(self, e: Emit, offs: Local) -> None:
+        self.mask: Local | None = None
         if e.axes("s"):
-            local = e.call(aten.clamp_min.default, e.call(aten.sub.Tensor, offs, e.offset("s")), 0)
-            offs = e.call(aten.minimum.default, local, constant(e, e.size("s"), offs))
+            local = (offs - e.offset("s")).clamp_min(0)
+            offs = e.call(aten.minimum.default, local, offs.number(e.size("s")))
         if e.axes("e"):
-            first = e.call(aten.constant_pad_nd.default, offs, [1, 0], 0)
             lower = e.offset("e")
-            ends = e.call(aten.slice.Tensor, offs, 0, lower, lower + e.size("e"))
-            begin = e.call(aten.slice.Tensor, first, 0, lower, lower + 1)
-            place = counted(e, 0, e.size("s"), offs)
-            last = e.call(aten.amax.default, e.call(aten.cat.default, [begin, ends]), [0], True)
-            self.mask = both(e, e.call(aten.ge.Tensor, place, begin), e.call(aten.lt.Tensor, place, last))
-            size = constant(e, e.size("s"), place)
-            self.rolled = e.call(aten.remainder.Tensor, e.call(aten.add.Tensor, place, begin), size)
-            self.unrolled = e.call(aten.remainder.Tensor, e.call(aten.sub.Tensor, place, begin), size)
-            offs = e.call(aten.sub.Tensor, ends, begin)
+            ends = offs.slice(0, lower, lower + e.size("e"))
+            begin = offs.pad(0, 1, 0).slice(0, lower, lower + 1)
+            place = e.count(0, e.size("s"), offs)
+            last = e.cat([begin, ends], 0).amax([0], True)
+            self.mask = ((place >= begin) & (place < last)).unsqueeze(1)
+            size = place.number(e.size("s"))
+            self.rolled, self.unrolled = (place + begin) % size, (place - begin) % size
+            offs = ends - begin
         self.offs = offs
 
-    def front(self, x: Node, dim: int = 0) -> Node:
+    def front(self, x: Local, dim: int = 0) -> Local:
         """``x`` with the rows of the device's groups before all others, in its own memory order."""
         if self.mask is None:
             return x
-        if dim == 0:
-            return self.e.call(aten.index_select.default, x, 0, self.rolled)
-        turned = self.front(self.e.call(aten.permute.default, x, [1, 0]))
-        return self.e.call(aten.permute.default, turned, [1, 0])
+        return x.index_select(0, self.rolled) if dim == 0 else self.front(x.permute([1, 0])).permute([1, 0])
 
-    def back(self, x: Node) -> Node:
+    def back(self, x: Local) -> Local:
         """Rows in their places, those of other devices' groups zero."""
-        if self.mask is None:
-            return x
-        e = self.e
-        x = e.call(aten.index_select.default, x, 0, self.unrolled)
-        return e.call(aten.where.self, e.call(aten.unsqueeze.default, self.mask, 1), x, constant(e, 0, x))
+        return x if self.mask is None else self.mask.where(x.index_select(0, self.unrolled), 0)
 
 
 ROWS, EXPERTS, RESULT = (("s",), ("k",)), (("e",), ("k",), ("n",)), (("s",), ("n",))
@@ -66,9 +55,9 @@ ROWS, EXPERTS, RESULT = (("s",), ("k",)), (("e",), ("k",), ("n",)), (("s",), ("n
 
 @define("transformers::grouped_mm_fallback")
 def _(node: Node) -> Rule | None:
-    def form(e: Emit, x: Node, w: Node, offs: Node) -> Node:
+    def form(e: Emit, x: Local, w: Local, offs: Local) -> Local:
         rows = Rows(e, offs)
-        return rows.back(e.call(node.target, rows.front(x), w, rows.offs))
+        return rows.back(e.same(rows.front(x), w, rows.offs))
 
     x, w = (o.meta["val"] for o in operands(node)[:2])
     return fit(
@@ -78,10 +67,10 @@ def _(node: Node) -> Rule | None:
 
 @define("transformers::grouped_mm_fallback_backward")
 def _(node: Node) -> Rule | None:
-    def form(e: Emit, x: Node, w: Node, offs: Node, grad: Node) -> tuple[Node, Node]:
+    def form(e: Emit, x: Local, w: Local, offs: Local, grad: Local) -> tuple[Local, Local]:
         rows = Rows(e, offs)
-        pair = e.call(node.target, rows.front(x), w, rows.offs, rows.front(grad))
-        return rows.back(e.call(operator.getitem, pair, 0)), e.call(operator.getitem, pair, 1)
+        pair = e.same(rows.front(x), w, rows.offs, rows.front(grad))
+        return rows.back(pair[0]), pair[1]
 
     x, w = (o.meta["val"] for o in operands(node)[:2])
     return fit(
@@ -100,16 +89,13 @@ def _(node: Node) -> Rule | None:
         return None
     products = w.dim() == 2
 
-    def form(e: Emit, x: Node, w: Node, offs: Node, *rest: Any, **kwargs: Any) -> Node:
+    def form(e: Emit, x: Local, w: Local, offs: Local, *rest: Any, **kwargs: Any) -> Local:
         rows = Rows(e, offs)
-        w = rows.front(w) if products else w
-        x = rows.front(x, 1 if products else 0)
-        if products:  # columns of any length are aligned where they lie in memory as rows
-            x = e.call(aten.permute.default, x, [1, 0])
-            x = e.call(aten.clone.default, x, memory_format=torch.contiguous_format)
-            x = e.call(aten.permute.default, x, [1, 0])
-        made = e.call(node.target, x, w, rows.offs, *rest, **kwargs)
-        return made if products else rows.back(made)
+        if not products:
+            return rows.back(e.same(rows.front(x), w, rows.offs, *rest, **kwargs))
+        # columns of any length are aligned where they lie in memory as rows
+        turned = rows.front(x, 1).permute([1, 0]).contiguous().permute([1, 0])
+        return e.same(turned, rows.front(w), rows.offs, *rest, **kwargs)
 
     dims = [(("k",), ("s",)), RESULT, ((),)] if products else [ROWS, EXPERTS, ((),)]
     found = fit(node, dims, [EXPERTS if products else RESULT], [[0], [1]])

@@ -25,7 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx import GraphModule, Node
 
 from ..bodies import Call, call_of, returned
-from ..ir import Emit, is_getitem, is_tensor, operands, producer, results
+from ..emit import Emit, Local
+from ..ir import is_getitem, is_tensor, operands, producer, results
 from ..rules import Dims, Rule, Way, define, rule_of
 
 MOST = 24  # ways on one axis
@@ -58,7 +59,7 @@ def _(node: Node) -> Rule | None:
     )  # fmt: skip
 
 
-def _form(e: Emit, *args: Any, **kwargs: Any) -> Node:
+def _form(e: Emit, *args: Any, **kwargs: Any) -> Local:
     """The same call of partitioned bodies, which `passes.partition` has put in the place of the global ones."""
     if e.node.target is hop.invoke_subgraph:  # torch knows a region by a name, and ours by its border too
         args = (args[0], args[0].name, *args[2:])

@@ -8,69 +8,58 @@ of their own, ``k`` or ``b<i>``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, is_tensor, operands
-from ..rules import ANY_OP, Dims, Rule, define, dims, fit
-from .forms import both, constant, first, local_index, padded, positions, uneven, zero_unless
-from .known import Tie, tie
-from .reduce import argument
+from ..emit import Emit, Local
+from ..forms.known import Tie, tie
+from ..forms.values import lengthened, localised, looked_up, padded, positions, put, uneven
+from ..ir import argument, is_tensor, operands
+from ..rules import ANY_OP, Dims, Rule, contributed, define, dims, fit
 
 aten = torch.ops.aten
 
 
-def _number(node: Node) -> bool:
-    """Whether the result can be a sum of contributions."""
-    return node.args[0].meta["val"].dtype != torch.bool
-
-
 # --- embedding ----------------------------------------------------------------------------------------------
+
+TABLE: Dims = (("v",), ("d",))
 
 
 @define(aten.embedding.default)
 def _(node: Node) -> Rule | None:
     ids = dims("b", node.args[1].meta["val"].dim())
 
-    def form(e: Emit, weight: Node, index: Node, *rest: Any) -> Node:
-        if not e.axes("v"):
-            return e.call(aten.embedding.default, weight, index, *rest)
-        index, inside = local_index(e, index, "v")
-        weight = padded(e, weight, 0, "v", 0)
-        return zero_unless(e, inside, e.call(aten.embedding.default, weight, index))
+    def form(e: Emit, weight: Local, index: Local, *rest: Any) -> Local:
+        rest = () if e.axes("v") else rest
+        return looked_up(e, weight, {0: "v"}, {0: index}, lambda x, i: e.same(x, i[0], *rest), behind=1)
 
-    return fit(node, [(("v",), ("d",)), ids], [(*ids, ("d",))], [[0]], form=form)
+    return fit(node, [TABLE, ids], [(*ids, ("d",))], [[0]], form=form)
 
 
 @define(aten.embedding_renorm.default)
 def _(node: Node) -> Rule | None:
     """The rows that ``index`` names, scaled down to the norm that they may have."""
-    index, order = node.args[1], node.args[3]
 
-    def form(e: Emit, weight: Node, index: Node, most: float, order: float) -> Node:
-        cut = bool(e.axes("v"))
-        if cut:
-            weight, index = _trashed(e, weight, 0, index)
-        index = e.call(aten.reshape.default, index, [-1])
+    def scaled(e: Emit, weight: Local, index: Local, most: float, order: float) -> Local:
         rows = e.call(aten.index.Tensor, weight, [index])
         size = e.call(aten.abs.default, rows)
         if math.isinf(order):
-            top = e.call(aten.amax.default, padded(e, size, 1, "d", 0), [1], True)
-            norm = e.all_reduce(top, "d", "max")
+            norm = e.all_reduce(padded(e, size, 1, "d", 0).amax([1], True), "d", "max")
         else:
-            total = e.call(aten.sum.dim_IntList, e.call(aten.pow.Tensor_Scalar, size, order), [1], True)
-            norm = e.call(aten.pow.Tensor_Scalar, e.all_reduce(total, "d"), 1 / order)
-        scale = e.call(aten.div.Tensor, constant(e, most, norm), e.call(aten.add.Tensor, norm, 1e-7))
-        scale = e.call(aten.where.self, e.call(aten.gt.Scalar, norm, most), scale, constant(e, 1, scale))
-        made = e.call(aten.index_put.default, weight, [index], e.call(aten.mul.Tensor, rows, scale))
-        return e.call(aten.slice.Tensor, made, 0, 0, e.size("v")) if cut else made
+            total = e.all_reduce(e.call(aten.pow.Tensor_Scalar, size, order).sum([1], True), "d")
+            norm = e.call(aten.pow.Tensor_Scalar, total, 1 / order)
+        scale = (norm > most).where(norm.number(most) / (norm + 1e-7), 1)
+        return e.call(aten.index_put.default, weight, [index], rows * scale)
 
-    if order <= 0:
+    def form(e: Emit, weight: Local, index: Local, *limits: float) -> Local:
+        return put(e, weight, {0: "v"}, {0: index.reshape([-1])}, lambda x, i: scaled(e, x, i[0], *limits))
+
+    if node.args[3] <= 0:  # type: ignore[operator]
         return None
-    return fit(node, [(("v",), ("d",)), ((),) * index.meta["val"].dim()], [(("v",), ("d",))], form=form)
+    return fit(node, [TABLE, ((),) * node.args[1].meta["val"].dim()], [TABLE], form=form)
 
 
 # --- along one dim: gather, scatter and their kin -----------------------------------------------------------
@@ -101,24 +90,10 @@ def _(node: Node) -> Rule | None:
         return None
     dim, table, index = found
 
-    def form(e: Emit, x: Node, _: int, i: Node, **kwargs: Any) -> Node:
-        if not e.axes("v"):
-            return e.call(node.target, x, dim, i)
-        i, inside = local_index(e, i, "v")
-        made = e.call(node.target, padded(e, x, dim, "v", 0), dim, i)
-        return e.call(aten.where.self, inside, made, constant(e, 0, made))
+    def form(e: Emit, x: Local, _: int, i: Local, **kwargs: Any) -> Local:
+        return looked_up(e, x, {dim: "v"}, {dim: i}, lambda x, i: x.gather(dim, i[dim]))
 
-    return fit(
-        node, [table, index], [index], [[0]], ANY_OP,
-        form=form, whole=frozenset() if _number(node) else frozenset("v"),
-    )  # fmt: skip
-
-
-def _trashed(e: Emit, x: Node, dim: int, index: Node) -> tuple[Node, Node]:
-    """A table with a spare row at its end, and local indices in which all others' rows are that one."""
-    local, inside = local_index(e, index, "v")
-    spare = constant(e, e.size("v"), local)
-    return padded(e, x, dim, "v", 0, always=True), e.call(aten.where.self, inside, local, spare)
+    return fit(node, [table, index], [index], [[0]], ANY_OP, form=form, reduce=contributed(node.meta["val"], "v"))
 
 
 SCATTERS = {
@@ -144,21 +119,17 @@ def _(node: Node) -> Rule | None:
         return None
     dim, table, part = found
     given = operands(node)
-    if len(given) == 3 and not one_d and given[1].meta["val"].shape != given[2].meta["val"].shape:
-        return None
-    if one_d and given[1].meta["val"].dim() != 1:
+    shapes = [g.meta["val"].shape for g in given]
+    if (len(shapes[1]) != 1) if one_d else len(given) == 3 and shapes[1] != shapes[2]:
         return None
 
-    def form(e: Emit, x: Node, _: int, index: Node, *rest: Any, **kwargs: Any) -> Node:
+    def form(e: Emit, x: Local, _: int, index: Local, *rest: Any, **kwargs: Any) -> Local:
         if kind == "sum":
-            x = first(e, x, "k")
-        if not e.axes("v"):
-            return e.call(node.target, x, dim, index, *rest, **kwargs)
-        if kind == "set" and not one_d and given[1].meta["val"].shape[dim] == 1:
-            return _compared(e, x, dim, index, rest[0])
-        x, index = _trashed(e, x, dim, index)
-        made = e.call(node.target, x, dim, index, *rest, **kwargs)
-        return e.call(aten.slice.Tensor, made, dim, 0, e.size("v"))
+            x = e.first(x, e.axes("k"))
+        if e.axes("v") and kind == "set" and not one_d and shapes[1][dim] == 1:  # one element a row
+            return positions(e, "v", index, index.dtype).along(dim, index.ndim).eq(index).where(rest[0], x)
+        call = lambda x, i: e.same(x, dim, i[dim], *rest, **kwargs)  # noqa: E731
+        return put(e, x, {dim: "v"}, {dim: index}, call)
 
     index = (("k",),) if one_d else part
     groups = {"sum": [[0, 2]], "set": [[0, 2]] if len(given) == 3 else []}.get(kind, [])
@@ -170,17 +141,6 @@ def _(node: Node) -> Rule | None:
         node, [table, index, part][: len(given)], [table], groups, passed,
         form=form, whole=whole, reduce={"k": kind if kind in ("max", "min") else "sum"},
     )  # fmt: skip
-
-
-def _compared(e: Emit, x: Node, dim: int, index: Node, value: Any) -> Node:
-    """One element a row is set: a comparison with the positions of this device's elements."""
-    val = index.meta["val"]
-    here = positions(e, "v", index, val.dtype)
-    here = e.call(aten.reshape.default, here, [-1 if i == dim else 1 for i in range(val.dim())])
-    hit = e.call(aten.eq.Tensor, here, index)
-    if not isinstance(value, Node):
-        value = constant(e, value, x)
-    return e.call(aten.where.self, hit, value, x)
 
 
 # --- advanced indexing --------------------------------------------------------------------------------------
@@ -197,32 +157,33 @@ class Advanced:
         self, x: Node, indices: Sequence[Node | None], wrap: bool = False, put: Node | None = None, tied: bool = True
     ) -> None:
         ndim = x.meta["val"].dim()
-        at = [i for i, index in enumerate(indices) if index is not None]
-        self.at, self.indices = at, [indices[i] for i in at]
-        shapes = [i.meta["val"].shape for i in self.indices]
-        self.plain = bool(at) and all(i.meta["val"].dtype in (torch.int64, torch.int32) for i in self.indices)
-        self.index_dims = dims("b", torch.broadcast_shapes(*shapes)) if self.plain else ()
+        self.wrap = wrap
+        self.indices = {i: index for i, index in enumerate(indices) if index is not None}
+        at = list(self.indices)
+        values = [n.meta["val"] for n in self.indices.values()]
+        self.plain = bool(at) and all(v.dtype in (torch.int64, torch.int32) for v in values)
+        self.index_dims = dims("b", torch.broadcast_shapes(*(v.shape for v in values))) if self.plain else ()
         self.table: Dims = tuple((f"v{i}",) if i in at else (f"d{i}",) for i in range(ndim))
-        adjacent = at == list(range(at[0], at[-1] + 1)) if at else True
-        begin = at[0] if at and adjacent else 0
+        begin = at[0] if at and at == list(range(at[0], at[-1] + 1)) else 0
         rest = [d for i, d in enumerate(self.table) if i not in at]
         self.after = len(rest) - begin
-        self.ties = self._tied(x, wrap, put) if self.plain and tied else {}
+        self.ties = self._tied(x, put) if self.plain and tied else {}
         self.index_dims = tuple(
             next(((t.factor,) for t in self.ties.values() if t.along == j), d) for j, d in enumerate(self.index_dims)
         )
         self.result: Dims = (*rest[:begin], *self.index_dims, *rest[begin:])
-        self.row_factors = frozenset(f"v{i}" for i in at if i not in self.ties)
+        self.rows = {i: f"v{i}" for i in at if i not in self.ties}
         self.spread = frozenset(f for (f,) in self.index_dims if f[0] == "b")
 
-    def _tied(self, x: Node, wrap: bool, put: Node | None) -> dict[int, Tie]:
+    def _tied(self, x: Node, put: Node | None) -> dict[int, Tie]:
         """Ties of known indices; where values are ``put`` nothing else may move along the index's dim."""
         found: dict[int, Tie] = {}
-        for i, index in zip(self.at, self.indices, strict=True):
-            t = tie(i, x.meta["val"].shape[i], index, len(self.index_dims), wrap)
-            if t is None or self.indices.count(index) > 1 or any(t.along == o.along for o in found.values()):
+        nodes = list(self.indices.values())
+        for i, index in self.indices.items():
+            t = tie(i, x.meta["val"].shape[i], index, len(self.index_dims), self.wrap)
+            if t is None or nodes.count(index) > 1 or any(t.along == o.along for o in found.values()):
                 continue
-            others = [o for o in self.indices if o is not index]
+            others = [o for o in nodes if o is not index]
             if put is None or (self.moves(put, t, self.after) and not any(self.moves(o, t, 0) for o in others)):
                 found[i] = t
         return found
@@ -232,48 +193,44 @@ class Advanced:
         dim = n.meta["val"].dim() - after - len(self.index_dims) + t.along
         return dim >= 0 and n.meta["val"].shape[dim] == t.size
 
-    def windows(self) -> list[str]:
-        return [t.factor for t in self.ties.values()]
+    def terms(self) -> list[Dims]:
+        """Of the indices; what is known is whole along the dim that it is tied to."""
+        found = []
+        for i, index in self.indices.items():
+            own = self.ties[i].along if i in self.ties else None
+            found.append(fitted(tuple(() if j == own else d for j, d in enumerate(self.index_dims)), index))
+        return found
 
-    def dims_of(self, index: Node) -> Dims:
-        """Of an index; what is known is whole along the dim that it is tied to."""
-        own = next((t for i, t in self.ties.items() if self.indices[self.at.index(i)] is index), None)
-        whole = {} if own is None else {own.along: ()}
-        return fitted(tuple(whole.get(j, d) for j, d in enumerate(self.index_dims)), index)
+    def rule(
+        self, node: Node, before: Sequence[Dims], behind: Sequence[Dims], result: Dims, linear: Sequence[Sequence[int]],
+        ops: tuple[str, ...] = ("sum",), **fields: Any,
+    ) -> Rule | None:  # fmt: skip
+        """``before`` and ``behind`` are the dims of operands on either side of the indices; the table comes first."""
+        windows = [t.factor for t in self.ties.values()]
+        terms = [self.table, *before, *self.terms(), *behind]
+        return fit(node, terms, [result], linear, ops, windows=windows, **fields)
 
-    def fetched(self, e: Emit, x: Node, indices: Sequence[Node | None]) -> tuple[Node, list[Node | None]]:
-        """The rows that tied indices read, and these indices counted in them."""
+    def held(self, e: Emit) -> list[tuple[int, Tie]]:
+        return [(i, t) for i, t in self.ties.items() if e.axes(t.factor)]
+
+    def read(self, e: Emit, x: Local, indices: Sequence[Any], call: Any) -> Local:
+        """`looked_up` for the result of a lookup, whose tied indices read rows that are fetched."""
         made = list(indices)
-        for i, t in self.ties.items():
-            if e.axes(t.factor):
-                x, want = t.local_rows(e, x)
-                made[i] = t.local_index(e, made[i], want)
-        return x, made
+        for i, t in self.held(e):
+            x, want = t.local_rows(e, x)
+            made[i] = t.local_index(e, made[i], want)
+        return looked_up(
+            e, x, self.rows, {i: made[i] for i in self.indices},
+            lambda x, found: call(x, [found.get(i) for i in range(len(made))]), self.after, self.wrap,
+        )  # fmt: skip
 
-    def concerned(self, e: Emit, indices: Sequence[Node | None], values: Node) -> tuple[list[Node | None], Node]:
-        """Of tied indices and the values put there those that concern the local rows."""
-        made = list(indices)
-        for i, t in self.ties.items():
-            if e.axes(t.factor):
-                dim = values.meta["val"].dim() - self.after - len(self.index_dims) + t.along
-                made[i], values = t.local_readers(e, made[i], values, dim)
+    def concerned(self, e: Emit, indices: Sequence[Any], values: Local) -> tuple[dict[int, Local], Local]:
+        """Of the indices and the values put there those that concern the local rows."""
+        made = {i: indices[i] for i in self.indices}
+        for i, t in self.held(e):
+            dim = values.ndim - self.after - len(self.index_dims) + t.along
+            made[i], values = t.local_readers(e, made[i], values, dim)
         return made, values
-
-    def localise(
-        self, e: Emit, indices: Sequence[Node | None], wrap: bool, put: bool = False
-    ) -> tuple[list[Any], Node | None]:
-        """Local indices of sharded dims, and the mask (shaped to fit the result) of rows held here."""
-        made, mask = list(indices), None
-        for i in self.at:
-            if e.axes(f"v{i}") and (i not in self.ties or put):
-                made[i], inside = local_index(e, made[i], f"v{i}", wrap)
-                mask = both(e, mask, inside)
-        for _ in range(self.after if mask is not None else 0):
-            mask = e.call(aten.unsqueeze.default, mask, mask.meta["val"].dim())
-        return made, mask
-
-    def sharded(self, e: Emit, put: bool = False) -> list[int]:
-        return [i for i in self.at if e.axes(f"v{i}") and (i not in self.ties or put)]
 
 
 def fitted(term: Dims, n: Node) -> Dims:
@@ -290,47 +247,29 @@ def _indices(node: Node, position: int) -> list[Node | None]:
 @define(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _(node: Node) -> Rule | None:
     a = Advanced(node.args[0], _indices(node, 1), wrap=node.target is aten.index.Tensor)
-    if not a.plain:
-        return None
 
-    def form(e: Emit, x: Node, indices: Sequence[Any]) -> Node:
-        x, indices = a.fetched(e, x, indices)
-        for i in a.sharded(e):
-            x = padded(e, x, i, f"v{i}", 0)
-        indices, mask = a.localise(e, indices, wrap=node.target is aten.index.Tensor)
-        made = e.call(node.target, x, indices)
-        return made if mask is None else e.call(aten.where.self, mask, made, constant(e, 0, made))
+    def form(e: Emit, x: Local, indices: Sequence[Any]) -> Local:
+        return a.read(e, x, indices, lambda x, found: e.same(x, found))
 
-    return fit(
-        node, [a.table, *map(a.dims_of, a.indices)], [a.result], [[0]], ANY_OP, windows=a.windows(), form=form,
-        whole=frozenset() if _number(node) else a.row_factors,
-    )  # fmt: skip
+    reduce = contributed(node.meta["val"], *a.rows.values())
+    return a.rule(node, [], [], a.result, [[0]], ANY_OP, form=form, reduce=reduce) if a.plain else None
 
 
 @define(aten._unsafe_masked_index.default)
 def _(node: Node) -> Rule | None:
     """``where(mask, x[indices], fill)``: the first device of sharded rows contributes what is masked out."""
     a = Advanced(node.args[0], _indices(node, 2))
-    if not a.plain:
-        return None
-    mask_dims = fitted(a.result, node.args[1])
     fill = node.args[3]
 
-    def form(e: Emit, x: Node, mask: Node, indices: Sequence[Any], fill: Any) -> Node:
-        x, indices = a.fetched(e, x, indices)
-        for i in a.sharded(e):
-            x = padded(e, x, i, f"v{i}", 0)
-        indices, inside = a.localise(e, indices, wrap=False)
-        rows = [f"v{i}" for i in a.sharded(e)]
-        made = e.call(aten._unsafe_masked_index.default, x, both(e, mask, inside), indices, 0 if rows else fill)
-        if not rows or fill == 0:
-            return made
-        return e.call(aten.where.self, mask, made, first(e, constant(e, fill, made), *rows))
+    def form(e: Emit, x: Local, mask: Local, indices: Sequence[Any], fill: Any) -> Local:
+        rows = e.axes(*a.rows.values())
+        made = a.read(e, x, indices, lambda x, found: e.same(x, mask, found, 0 if rows else fill))
+        return mask.where(made, e.first(made.number(fill), rows)) if rows and fill != 0 else made
 
-    return fit(
-        node, [a.table, mask_dims, *map(a.dims_of, a.indices)], [a.result], [[0]] if fill == 0 else [],
-        windows=a.windows(), form=form, whole=frozenset() if _number(node) else a.row_factors,
-    )  # fmt: skip
+    if not a.plain:
+        return None
+    mask, reduce = fitted(a.result, node.args[1]), contributed(node.meta["val"], *a.rows.values())
+    return a.rule(node, [mask], [], a.result, [[0]] if fill == 0 else [], form=form, reduce=reduce)
 
 
 @define(aten.index_put.default, aten._unsafe_masked_index_put_accumulate.default)
@@ -338,48 +277,39 @@ def _(node: Node) -> Rule | None:
     """Added contributions may be spread over devices; what is set must be where its row is."""
     masked = node.target is aten._unsafe_masked_index_put_accumulate.default
     adds = masked or bool(argument(node, "accumulate", False))
-    values = node.args[3] if masked else node.args[2]
-    a = Advanced(node.args[0], _indices(node, 2 if masked else 1), True, values, tied=adds and not masked)
-    given = operands(node)
+    at = 2 if masked else 1
+    values = node.args[at + 1]
+    a = Advanced(node.args[0], _indices(node, at), True, values, tied=adds and not masked)
     if not a.plain:
         return None if masked or adds else _masked_fill(node)
-
     if values.meta["val"].dim() > len(a.result):
         return None
+    every = {i: f"v{i}" for i in a.indices}
 
-    def form(e: Emit, x: Node, *args: Any) -> Node:
-        mask = args[0] if masked else None
-        indices, value = args[1:3] if masked else args[:2]
-        if adds:
-            x = first(e, x, *a.spread)
-        indices, value = a.concerned(e, indices, value)
-        rows = a.sharded(e, put=True)
-        local, inside = a.localise(e, indices, wrap=True, put=True)
-        trash = not adds and bool(rows)
-        cut = [i for i in rows if trash or uneven(e, f"v{i}")]
-        for i in cut:
-            x = padded(e, x, i, f"v{i}", 0, always=True)
-        if adds and inside is not None:
-            value = e.call(aten.where.self, inside, value, constant(e, 0, value))
-        elif trash:
-            for i in rows:
-                i_local, own = local_index(e, indices[i], f"v{i}", wrap=True)
-                local[i] = e.call(aten.where.self, own, i_local, constant(e, e.size(f"v{i}"), i_local))
-        rest = args[3:] if masked else args[2:]
-        made = e.call(node.target, x, *([mask] if masked else []), local, value, *rest)
-        for i in cut:
-            made = e.call(aten.slice.Tensor, made, i, 0, e.size(f"v{i}"))
+    def form(e: Emit, x: Local, *args: Any) -> Local:
+        def call(x: Local, found: Mapping[int, Local]) -> Local:
+            return e.same(x, *args[: at - 1], [found.get(i) for i in range(len(args[at - 1]))], value, *args[at + 1 :])
+
+        indices, value = a.concerned(e, *args[at - 1 : at + 1])
+        if not adds:
+            return put(e, x, every, indices, call, wrap=True)
+        held = {i: f for i, f in every.items() if e.axes(f)}
+        found, inside = localised(e, held, indices, wrap=True)
+        x = e.first(x, e.axes(*a.spread))
+        ragged = {i: f for i, f in held.items() if uneven(e, f)}
+        for i in ragged:
+            x = x.pad(i, 0, 1)
+        value = value if inside is None else lengthened(inside, a.after).where(value, 0)
+        made = call(x, found)
+        for i, f in ragged.items():
+            made = made.slice(i, 0, e.size(f))
         return made
 
-    if not adds:
-        whole = a.spread
-    else:
-        whole = frozenset() if _number(node) else a.spread
-    last = len(given) - 1
-    return fit(
-        node, [a.table, *(fitted(a.result, m) for m in node.args[1:2] if masked), *map(a.dims_of, a.indices),
-               fitted(a.result, values)],
-        [a.table], [[0, last]], ("sum",) if adds else ANY_OP, form=form, whole=whole, windows=a.windows(),
+    whole = frozenset() if adds and node.meta["val"].dtype != torch.bool else a.spread
+    mask = [fitted(a.result, m) for m in node.args[1:at]]
+    return a.rule(
+        node, mask, [fitted(a.result, values)], a.table, [[0, len(operands(node)) - 1]], ("sum",) if adds else ANY_OP,
+        form=form, whole=whole,
     )  # fmt: skip
 
 
@@ -391,10 +321,7 @@ def _masked_fill(node: Node) -> Rule | None:
     whole = dims("d", x.dim())
     n = indices[0].meta["val"].dim()
 
-    def form(e: Emit, x: Node, indices: Sequence[Node], value: Node, *_: Any) -> Node:
-        (mask,) = indices
-        for _axis in range(len(whole) - n):
-            mask = e.call(aten.unsqueeze.default, mask, mask.meta["val"].dim())
-        return e.call(aten.where.self, mask, e.call(aten.reshape.default, value, []), x)
+    def form(e: Emit, x: Local, indices: Sequence[Local], value: Local, *_: Any) -> Local:
+        return lengthened(indices[0], len(whole) - n).where(value.reshape([]), x)
 
     return fit(node, [whole, whole[:n], ((),) * value.dim()], [whole], form=form)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands, results
+from ..emit import Emit, Local
+from ..ir import argument, operands, results
 from ..rules import Dims, Rule, define, dims, fit, rule
-from .forms import padded, uneven
-from .reduce import argument
 
 aten = torch.ops.aten
 
@@ -52,10 +51,9 @@ SOLVES: dict[str, tuple[str, int]] = {
 }
 
 
-def _checked(e: Emit, info: Node, *args: Any, **kwargs: Any) -> Node:
+def _checked(e: Emit, info: Local, *args: Any, **kwargs: Any) -> Local:
     """The check takes contiguous values alone."""
-    info = e.call(aten.clone.default, info, memory_format=torch.contiguous_format)
-    return e.call(e.node.target, info, *args, **kwargs)
+    return e.same(info.contiguous(), *args, **kwargs)
 
 
 def batched(node: Node, text: str, linear: Sequence[Sequence[int]] = ()) -> Rule | None:
@@ -103,17 +101,7 @@ def _(node: Node) -> Rule | None:
 def _(node: Node) -> Rule | None:
     x = node.args[0].meta["val"]
     free = dims("d", x.dim(), [d % x.dim() for d in node.args[1]])
-
-    def form(e: Emit, x: Node, *args: Any) -> Node:
-        ragged = [i for i, d in enumerate(free) if d and uneven(e, *d)]
-        for i in ragged:  # the transforms of nothing are an error
-            x = padded(e, x, i, f"d{i}", 0)
-        x = e.call(node.target, x, *args)
-        for i in ragged:
-            x = e.call(aten.slice.Tensor, x, i, 0, e.size(f"d{i}"))
-        return x
-
-    return fit(node, [free], [free], [[0]], form=form)
+    return fit(node, [free], [free], [[0]], nonempty=True)
 
 
 # --- distances and products of three -------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands
+from ..emit import Emit, Local
+from ..ir import operands
 from ..rules import Dims, Rule, define, fit, rule
 from ..symbolic import IntExpr
 
@@ -29,19 +30,18 @@ def _(node: Node) -> Rule | None:
     of_a = tuple((f"k{left.index(i)}",) if i in left else (f"m{i}",) for i in range(a.dim()))
     of_b = tuple((f"k{right.index(i)}",) if i in right else (f"n{i}",) for i in range(b.dim()))
 
-    def form(e: Emit, a: Node, b: Node, *_: Any) -> Node:
+    def form(e: Emit, a: Local, b: Local, *_: Any) -> Local:
         def count(term: Dims, at: Sequence[int]) -> IntExpr:
             return math.prod(e.size(f) for i in at for f in term[i]) if at else 1
 
-        def matrix(x: Node, term: Dims, outer: Sequence[int], inner: Sequence[int]) -> Node:
+        def matrix(x: Local, term: Dims, outer: Sequence[int], inner: Sequence[int]) -> Local:
             if [*outer, *inner] != sorted([*outer, *inner]):
-                x = e.call(aten.permute.default, x, [*outer, *inner])
-            if len(outer) == len(inner) == 1:
-                return x
-            return e.call(aten.reshape.default, x, [count(term, outer), count(term, inner)])
+                x = x.permute([*outer, *inner])
+            flat = len(outer) == len(inner) == 1
+            return x if flat else x.reshape([count(term, outer), count(term, inner)])
 
         made = e.call(aten.mm.default, matrix(a, of_a, rows, left), matrix(b, of_b, right, columns))
-        return made if len(rows) == len(columns) == 1 else e.call(aten.reshape.default, made, list(e.shape()))
+        return made if len(rows) == len(columns) == 1 else made.reshape(list(e.shape()))
 
     flops = 2.0 * a.numel() * math.prod(b.shape[i] for i in columns)
     made = (*(of_a[i] for i in rows), *(of_b[i] for i in columns))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, is_tensor, operands, results
+from ..emit import Emit, Local
+from ..ir import is_tensor, operands, results
 from ..rules import Rule, define, define_default, dims, fit
-from .forms import first_on
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -82,15 +82,15 @@ def _reshapes(node: Node) -> bool:
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 
-def _with_whole_terms(e: Emit, *args: Any, **kwargs: Any) -> Node:
+def _with_whole_terms(e: Emit, *args: Any, **kwargs: Any) -> Local:
     """A sum in which a whole term counts on the first device alone of the axes on which the other is partial."""
     (result,) = e.result_specs
     given = list(args)
-    terms = [i for i, a in enumerate(args) if isinstance(a, Node)]
+    terms = [i for i, a in enumerate(args) if isinstance(a, Local)]
     for i, spec in zip(terms, e.operand_specs, strict=True):
         axes = [a for a in result.partial_axes() if a not in spec.partial_axes()]
-        given[i] = first_on(e, args[i], axes)
-    return e.call(e.node.target, *given, **kwargs)
+        given[i] = e.first(args[i], axes)
+    return e.same(*given, **kwargs)
 
 
 def _cast(node: Node) -> list[list[int]]:

@@ -12,16 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Emit, operands
-from ..rules import ANY_OP, Dims, Rule, define, dims, fit
-from .reduce import argument
+from ..emit import Emit, Local
+from ..ir import argument, operands
+from ..rules import ANY_OP, Rule, define, dims, fit, moved
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-
-def moved(node: Node, ops: Sequence[Dims], res: Sequence[Dims], **fields: Any) -> Rule | None:
-    """A rule of data movement: all operands may be partial together, under any reduction."""
-    return fit(node, ops, res, [list(range(len(operands(node))))], ANY_OP, **fields)
 
 
 # --- reshapes -----------------------------------------------------------------------------------------------
@@ -53,7 +48,7 @@ def reshape(node: Node) -> Rule | None:
     left, right = ({run[side][0]: (f"f{k}",) for k, run in enumerate(runs)} for side in (0, 1))
     windows = [f"f{k}" for k, (i, j) in enumerate(runs) if old[i[0]] != new[j[0]]]
 
-    def form(e: Emit, x: Node, *args: Any, **kwargs: Any) -> Node:
+    def form(e: Emit, x: Local, *args: Any, **kwargs: Any) -> Local:
         (spec,) = e.operand_specs
         assert spec is not None
         given, made = spec.local_shape(old, e.mesh), list(e.shape())
@@ -62,10 +57,9 @@ def reshape(node: Node) -> Rule | None:
             have, want = ([(b * (size // n), end * (size // n)) for b, end in e.pieces(factor, n)]
                           for n in (old[i[0]], new[j[0]]))  # fmt: skip
             if e.axes(factor) and have != want:
-                flat = math.prod(given[d] for d in i)
-                x = e.call(aten.reshape.default, x, [*made[: j[0]], flat, *given[i.stop :]])
+                x = x.reshape([*made[: j[0]], math.prod(given[d] for d in i), *given[i.stop :]])
                 x = e.fetch(x, j[0], factor, have, [[w] for w in want])
-        return e.call(aten.reshape.default, x, made)
+        return x.reshape(made)
 
     terms = [tuple(f.get(d, ()) for d in range(len(shape))) for f, shape in ((left, old), (right, new))]
     return moved(node, terms[:1], terms[1:], windows=windows, aligned=True, form=form)
@@ -100,8 +94,8 @@ def _(node: Node) -> Rule | None:
         gone = {d % x.dim() for d in listed if x.shape[d] == 1} if x.dim() else set()
     old = dims("d", x.dim())
 
-    def form(e: Emit, x: Node, *_: Any) -> Node:  # a local piece of size 1 must stay
-        return e.call(aten.squeeze.dims, x, sorted(gone)) if gone else e.call(aten.alias.default, x)
+    def form(e: Emit, x: Local, *_: Any) -> Local:  # a local piece of size 1 must stay
+        return x.squeeze(sorted(gone)) if gone else x.alias()
 
     return moved(node, [old], [tuple(d for i, d in enumerate(old) if i not in gone)], form=form)
 
@@ -111,7 +105,7 @@ def _(node: Node) -> Rule | None:
     """New dims may be sharded: each device makes its own piece."""
     new = dims("d", node.meta["val"].dim())
     old = new[len(new) - node.args[0].meta["val"].dim() :]
-    return moved(node, [old], [new], form=lambda e, x, *_, **__: e.call(aten.expand.default, x, list(e.shape())))
+    return moved(node, [old], [new], form=lambda e, x, *_, **__: x.expand(list(e.shape())))
 
 
 @define(aten.permute.default, aten.t.default, aten.transpose.int)

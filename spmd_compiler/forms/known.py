@@ -15,9 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ..collectives import Range
-from ..ir import Emit
-from ..symbolic import table
-from .ranges import cut
+from ..emit import Emit, Local
 
 aten = torch.ops.aten
 MOST = 1 << 20  # elements of an index that is computed here
@@ -82,37 +80,34 @@ class Tie:
         """Where in the index rows ``begin .. end - 1`` are read."""
         return runs((i for i, row in enumerate(self.rows) if any(begin <= r < end for r in row)), self.size)
 
-    def local_rows(self, e: Emit, x: Node) -> tuple[Node, list[list[Range]]]:
+    def local_rows(self, e: Emit, x: Local) -> tuple[Local, list[list[Range]]]:
         """What the local piece of the index reads of a table."""
         want = trimmed([self.read(*r) for r in e.pieces(self.factor, self.size)])
         return e.fetch(x, self.dim, self.factor, e.pieces(self.factor, self.n), want), want
 
-    def local_index(self, e: Emit, index: Node, want: Sequence[Sequence[Range]]) -> Node:
+    def local_index(self, e: Emit, index: Local, want: Sequence[Sequence[Range]]) -> Local:
         """The index's local piece, counting in the rows that `local_rows` fetched."""
-        index = cut(e, index, self._dim(index), self.factor, e.pieces(self.factor, self.size))
+        index = e.cut(index, self._dim(index), self.factor, e.pieces(self.factor, self.size))
         if self.wraps:
-            wrapped = e.call(aten.add.Tensor, index, self.n)
-            index = e.call(aten.where.self, e.call(aten.lt.Scalar, index, 0), wrapped, index)
-        place = e.place(self.factor)
-        local = e.call(aten.sub.Tensor, index, table([w[0][0] for w in want], place))
+            index = (index < 0).where(index + self.n, index)
+        local = index - e.mine(self.factor, [w[0] for w in want])[0]
         if len(want[0]) > 1:
-            second = table([w[1][0] if w[1][0] < w[1][1] else self.n for w in want], place)
-            shift = table([w[1][0] - (w[0][1] - w[0][0]) for w in want], place)
-            beyond = e.call(aten.sub.Tensor, index, shift)
-            local = e.call(aten.where.self, e.call(aten.ge.Scalar, index, second), beyond, local)
-        last = table([max(sum(end - b for b, end in w) - 1, 0) for w in want], place)
-        return e.call(aten.clamp.default, local, 0, last)
+            second = [(w[1][0] if w[1][0] < w[1][1] else self.n, w[1][0] - (w[0][1] - w[0][0])) for w in want]
+            begin, shift = e.mine(self.factor, second)
+            local = (index >= begin).where(index - shift, local)
+        last = [(0, max(sum(end - b for b, end in w) - 1, 0)) for w in want]
+        return local.clamp(*e.mine(self.factor, last))
 
-    def local_readers(self, e: Emit, index: Node, values: Node, dim: int) -> tuple[Node, Node]:
+    def local_readers(self, e: Emit, index: Local, values: Local, dim: int) -> tuple[Local, Local]:
         """The index and the values (indexed by its dim ``dim``) that concern the local rows."""
         want = trimmed([self.readers(*r) for r in e.pieces(self.factor, self.n)])
         values = e.fetch(values, dim, self.factor, e.pieces(self.factor, self.size), want)
-        parts = [cut(e, index, self._dim(index), self.factor, [w[k] for w in want]) for k in range(len(want[0]))]
-        return parts[0] if len(parts) == 1 else e.call(aten.cat.default, parts, self._dim(index)), values
+        at = self._dim(index)
+        return e.cat([e.cut(index, at, self.factor, [w[k] for w in want]) for k in range(len(want[0]))], at), values
 
-    def _dim(self, index: Node) -> int:
+    def _dim(self, index: Local) -> int:
         """``along`` as a dim of the index itself, which may lack leading dims."""
-        return self.along - (self.ndim - index.meta["val"].dim())
+        return self.along - (self.ndim - index.ndim)
 
 
 def trimmed(want: list[list[Range]]) -> list[list[Range]]:

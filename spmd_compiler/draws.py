@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..ir import META_KEYS, Emit, copy_meta, fake_value, source_line
-from ..placements import SpmdError
-from ..rules import Rule, define, dims, fit
-from .reduce import argument
+from .ir import META_KEYS, argument, copy_meta, fake_value, source_line
+from .placements import SpmdError
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -153,18 +151,6 @@ def _eager(seed, stream, kind, size, offset, shape, dtype, device):
         end = begin + _BLOCK if device.type == "cpu" else flat.numel()
         flat[begin:end] = _from_bits(_mix((key + index[begin:end]) * _STEP), kind, dtype)
     return out
-
-
-@define(draw)
-def _(node: Node) -> Rule | None:
-    """Any dim may be sharded: a device draws its own elements."""
-
-    def form(e: Emit, seed: Node, stream: int, kind: str, size: Any, offset: Any, shape: Any, *rest: Any) -> Node:
-        spec = e.result_specs[0]
-        begin = [o + b for o, b in zip(offset, spec.local_offset(node.meta["val"].shape, e.mesh), strict=True)]
-        return e.call(draw, seed, stream, kind, list(e.shape()), begin, shape, *rest)
-
-    return fit(node, [()], [dims("d", node.meta["val"].dim())], form=form)
 
 
 # --- torch's random operators as draws ----------------------------------------------------------------------
