@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from ..bodies import captured as body_of
 from ..bodies import drop_unread, with_bodies
 from ..cost import Profile, profile_of
-from ..family import Decisions, Family, Samples, common, even_cuts, expressions, member, pieces_of
+from ..family import (
+    Decisions,
+    Family,
+    Samples,
+    common,
+    common_global,
+    data_samples,
+    even_cuts,
+    expressions,
+    member,
+    pieces_of,
+)
 from ..ir import Captured, Partitioned
 from ..memory import Memory, peak
 from ..progress import stage
@@ -47,12 +58,23 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
-    local = plan(prepared(captured), options.prices(), options.memory)
+    local = (_of_data if captured.data else _of_sizes)(captured, options)
     if options.verify:
         from ..verify import verify
 
         verify(local)
     return local
+
+
+def _of_sizes(captured: Captured, options: Options) -> Partitioned:
+    return plan(prepared(captured), options.prices(), options.memory)
+
+
+def _of_data(captured: Captured, options: Options) -> Partitioned:
+    """Partition a graph in which data decide sizes: planned at their hints, its integers are expressions of them."""
+    samples = data_samples(captured)
+    whole = common_global(samples, [prepared(member(captured, s)) for s in samples.sizes()])
+    return plan(dataclasses.replace(whole, data=captured.data), options.prices(), options.memory)
 
 
 def prepared(captured: Captured) -> Captured:
@@ -66,7 +88,16 @@ def prepared(captured: Captured) -> Captured:
 
 def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) -> Partitioned:
     """Partition a graph that is annotated already."""
-    return _written(annotated, _plan(annotated, profile, memory), profile)
+    if not annotated.data:
+        return _written(annotated, _plan(annotated, profile, memory), profile)
+    profile = dataclasses.replace(profile, buckets=False)
+    samples = data_samples(annotated)
+    members = [member(annotated, s) for s in samples.sizes()]
+    chosen = _plan(members[0], profile, memory)
+    decisions = propagate.decided(chosen)
+    plans = [chosen, *(propagate.decide(m, decisions, m.mesh, profile) for m in members[1:])]
+    local = common(samples, [_written(m, p, profile) for m, p in zip(members, plans, strict=True)])
+    return dataclasses.replace(local, captured=annotated)
 
 
 def _written(annotated: Captured, plan: propagate.Plan, profile: Profile, alike: bool = False) -> Partitioned:

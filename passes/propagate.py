@@ -19,10 +19,10 @@ from ..cost import Profile
 from ..emit import emit_choice
 from ..family import Decisions
 from ..hidden import cheapest, may_hide, priced, step_of, weighted
-from ..ir import Captured, Input, is_getitem, nbytes, operands, producer, results, source_line
+from ..ir import Captured, Input, is_getitem, nbytes, open_dims, operands, producer, results, source_line
 from ..memory import Memory, OverBudget, lifetimes
 from ..placements import Mesh, Spec, SpmdError
-from ..plans import Bodies, Known, Plan
+from ..plans import Bodies, Known, Plan, check_closed, planned_sizes
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..progress import stage
 from ..redistribute import gathered
@@ -247,7 +247,8 @@ class _Builder:
         if spec is not None:
             domain: tuple[Choice, ...] = (Choice((), (spec,)),)
         else:
-            letters = tuple((f"d{i}",) for i in range(node.meta["val"].dim()))
+            opened = open_dims(node)
+            letters = tuple(() if i in opened else (f"d{i}",) for i in range(node.meta["val"].dim()))
             sizes = {f"d{i}": int(n) for i, n in enumerate(node.meta["val"].shape)}
             domain = choices(Rule((), (letters,), sizes), self.mesh, self.uneven)
         if given.kind == "tangent" and j is not None:
@@ -353,7 +354,8 @@ class _Builder:
         key = (source, r, phase if apart else "")
         if key not in self.hubs:
             kept = results(source)[r]
-            self.hubs[key] = Hub((self.index[source], r), [], tuple(int(s) for s in kept.shape), kept.element_size())
+            sizes = planned_sizes(source, r, self.uneven)
+            self.hubs[key] = Hub((self.index[source], r), [], sizes, kept.element_size())
         self.hubs[key].consumers.append(consumer)
 
     def _add_keeps(self) -> None:
@@ -378,7 +380,7 @@ class _Builder:
     def _tie(self, place: Node) -> Hub:
         """The hub through which others follow the spec of an input."""
         value = place.meta["val"]
-        tie = Hub((self.index[place], 0), [], tuple(value.shape), value.element_size(), tied=True)
+        tie = Hub((self.index[place], 0), [], planned_sizes(place, 0, self.uneven), value.element_size(), tied=True)
         return self.hubs.setdefault((place, 0, "tie"), tie)
 
     def _add_call(self, node: Node) -> None:
@@ -388,6 +390,7 @@ class _Builder:
         if name == _CONSTRAIN:
             spec = self._checked(node)
             self._check_partial(node, spec, used[0])
+            check_closed(node, 0, spec, self.mesh, f"{node.name} ({source_line(node)})")
             return self._add(node, (Choice((spec,), (spec,)),), used)
         if name == _TO_LOCAL:
             return self._add(node, (Choice((self._checked(node),), (whole,)),), used)
@@ -437,6 +440,7 @@ class _Builder:
                 continue
             source, r = producer(value)
             if out.spec is not None:
+                check_closed(source, r, out.spec, self.mesh, f"output {out.name!r} ({source_line(value)})")
                 if is_partial(out.spec) and out.kind != "result":
                     raise SpmdError(f"output {out.name!r} ({source_line(value)}): {out.spec} asks for a partial value")
                 specs = [out.spec]
@@ -453,7 +457,8 @@ class _Builder:
                 specs = [s for s in specs if s in allowed] or sorted(allowed, key=str)
                 kept = results(source)[r]
                 self.hubs[self.tangents[j], 0, "tie"] = Hub(
-                    (index, 0), [(self.index[self.tangents[j]], 0)], tuple(kept.shape), kept.element_size(), tied=True
+                    (index, 0), [(self.index[self.tangents[j]], 0)], planned_sizes(source, r, self.uneven),
+                    kept.element_size(), tied=True,
                 )
             if out.spec is None and out.of is not None:  # a gradient, or a new value, is placed as its input
                 place = places[out.of]

@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from . import collectives as coll
-from .ir import Partitioned, source_line
+from .ir import Partitioned, size_op, source_line
 from .lower import Compiled, Groups, expand_collectives
 from .placements import SpmdError
 from .symbolic import coordinate, symbols_in
@@ -63,6 +63,8 @@ def check(program: Partitioned) -> None:
 
     if any(o.kind == "grad" for o in program.outputs):
         raise SpmdError("a package is for inference: export the program with backward=False, or compile it (aot=False)")
+    for node in program.graph.graph.find_nodes(op="call_function", target=size_op):
+        raise refuse(node, f"data decide a size ({node.args[2]}), and a package has the same sizes at every call")
     for node in program.graph.graph.nodes:
         spec = node.meta.get("spec")
         if spec is not None and not spec.is_even(node.meta["global"], program.mesh):

@@ -29,8 +29,9 @@ from .annotations import constrain_op, to_local_op, tracing
 from .dims import Dims, dynamic_sizes, named_dims
 from .dtensors import axes_within, spec_from, spec_in, spec_within
 from .ir import Captured, Input
-from .joint import Front, OpenSizes, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
+from .joint import Front, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
 from .placements import Mesh, Spec, SpmdError
+from .sizes import OpenSizes, check_results, release_data
 from .symbolic import IntExpr, sized
 
 aten = torch.ops.aten
@@ -90,7 +91,7 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
         return None
     abstract = Mesh.of(device_mesh)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    fake_mode = detect_fake_mode([n.meta.get("example_value") for n in placeholders])
+    tracing_mode = detect_fake_mode([n.meta.get("example_value") for n in placeholders])
     returned = [n if isinstance(n, Node) else None for n in pytree.tree_leaves(gm.graph.output_node().args[0])]
     constants = [v for v in pytree.tree_leaves(gm.graph.output_node().args[0])]
     returned = [
@@ -100,7 +101,7 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
 
     _name_axes(gm, device_mesh)
     wrapped, taken = _specialised(gm, placeholders, returned)
-    examples = [_static(placeholders[i].meta["example_value"], fake_mode) for i in taken]
+    examples = [_static(placeholders[i].meta["example_value"], tracing_mode) for i in taken]
     check_dense(examples)
     joint = trace(wrapped, examples)
 
@@ -117,7 +118,8 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     whole = Spec.replicate(abstract)
     kept = [n for n in returned if n is not None]
     specs = [_output_spec(n, device_mesh) if g else whole for n, g in zip(kept, is_global, strict=True)]
-    front = assemble(joint, named, labels, specs, abstract, fake_mode, name)
+    front = assemble(joint, named, labels, specs, abstract, tracing_mode, name)
+    release_data(front.captured, tracing_mode)
     front.arguments = [taken[a] if isinstance(a, int) else a for a in front.arguments]
     order = iter(front.results)
     front.results = [next(order) if n is not None else _number(c) for n, c in zip(returned, constants, strict=True)]
@@ -154,6 +156,7 @@ def _number(value: Any) -> Any:
     """The constant that a result which is no tensor has."""
     if isinstance(value, Node):
         value = value.meta.get("example_value")
+    check_results([value])
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
@@ -411,7 +414,7 @@ def capture_function(
     if open_sizes is not None:
         shapes, known = open_sizes.env, None
     else:
-        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # loops ask for one
+        shapes = ShapeEnv(allow_scalar_outputs=False)  # loops ask for one
     static = open_sizes is None
     mode = known or FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=static)
     function = _Function(owner, model_or_fn, list(state), mesh)
@@ -459,6 +462,8 @@ def capture_function(
                 for n, v in given}  # fmt: skip
     binding = Binding(signature, owner, slots, function.out_tree, results, grads, expected)
     if open_sizes is None:
+        release_data(front.captured, mode)
+        check_results(binding.results)
         return front.captured, binding
     open_sizes.release(front.captured, fake_mode())
     binding.results = [open_sizes.size(r) for r in binding.results]
@@ -483,7 +488,7 @@ def _open_sizes(
     for n in symbolic:
         if not torch.ops.aten.is_non_overlapping_and_dense(tensors[n]):
             raise SpmdError(f"input {n!r} has dynamic dims and gaps in memory; give it as contiguous()")
-    return OpenSizes(dims), symbolic
+    return OpenSizes(dims, trace), symbolic
 
 
 def _check_apart(values: Sequence[tuple[str, torch.Tensor]]) -> None:

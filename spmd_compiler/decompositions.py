@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .masks import index, index_put, masked_scatter, masked_scatter_backward, masked_select
 from .placements import SpmdError
 from .resampling import RESIZES, adaptive_avg_pool, adaptive_max_pool, grid_sample, max_unpool, resize_by, resize_to
 
@@ -453,33 +454,6 @@ def as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset
     return x.reshape(-1).index_put([places], source).reshape(x.shape)
 
 
-# --- masks that number what they let through ------------------------------------------------------------------
-
-
-def _numbered(mask: Tensor) -> Tensor:
-    """For each element the number of those let through before it."""
-    return mask.reshape(-1).cumsum(0) - mask.reshape(-1).long()
-
-
-def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """The elements of ``source``, in order, where ``mask`` holds."""
-    x, mask = torch.broadcast_tensors(x, mask)
-    if source.numel() == 0:
-        return x.clone()
-    at = _numbered(mask).clamp_max(source.numel() - 1)
-    return torch.where(mask, source.reshape(-1).index_select(0, at).reshape(x.shape), x)
-
-
-def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Any) -> Tensor:
-    """The gradient of ``source``: what ``mask`` lets through, in order, then zeros."""
-    mask = mask.expand(grad.shape)
-    made = grad.new_zeros(math.prod(sizes))
-    if made.numel() == 0 or grad.numel() == 0:
-        return made.reshape(sizes)
-    at = _numbered(mask).clamp_max(made.numel() - 1)
-    return made.index_add(0, at, torch.where(mask, grad, 0).reshape(-1)).reshape(sizes)
-
-
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     a, b = x.chunk(2, dim)
     return a * torch.sigmoid(b)
@@ -489,7 +463,7 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 EARLY = (
     aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
-    aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default,
+    aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default, aten.masked_select.default,
 )  # fmt: skip
 
 
@@ -550,5 +524,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
         aten.masked_scatter.default: masked_scatter,
         aten.masked_scatter_backward.default: masked_scatter_backward,
+        aten.index.Tensor: index,
+        aten.index_put.default: index_put,
+        aten.masked_select.default: masked_select,
         aten.glu.default: glu,
     }

@@ -1,4 +1,8 @@
-"""Dynamic dims: sizes that a program leaves open, and what it asks of them."""
+"""Dynamic dims: sizes that a program leaves open, and what it asks of them.
+
+A size may also be decided by the program's own data: how many elements a mask selects.  It is a dim all the same,
+``u0``, ``u1``..., whose size is known when the node that makes it has run (`ir.size_op`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .placements import SpmdError
-from .symbolic import IntExpr, dim, sized
+from .symbolic import IntExpr, dim, is_data_size, sized
 
 LEAST = 2  # sizes 0 and 1 are other programs: 1 is broadcast
 
@@ -194,6 +198,8 @@ def named_dims(
                 root = root.root
             if root.__name__.startswith("c_"):
                 raise SpmdError(f"dynamic dim {root.__name__!r}: names that begin with 'c_' are those of coordinates")
+            if is_data_size(root.__name__):
+                raise SpmdError(f"dynamic dim {root.__name__!r}: such names are those of sizes that data decide")
             known = roots.setdefault(root.__name__, root)
             if (known.min, known.max) != (root.min, root.max):
                 raise SpmdError(f"dynamic dim {root.__name__!r} is given twice, with different bounds")

@@ -8,8 +8,9 @@ active compiler is ours; then
 * ``DTensor.from_local``, ``.to_local()``, ``.redistribute()`` and ``.full_tensor()`` become the operators of
   `annotations`, ``.placements`` and ``.device_mesh`` answer, and ``isinstance(x, DTensor)`` says whether ``x`` is a
   global value: computed from a DTensor and not made local since;
-* an op on global values whose result's shape depends on data is an error, and so are more programs of one function than
-  Dynamo keeps: without a program the function would run eagerly, on DTensors.
+* a size that data decide is a symbol of Dynamo's, as in ``torch.export``; an op on global values to which Dynamo gives
+  none is an error, and so are more programs of one function than Dynamo keeps: without a program the function would run
+  eagerly, on DTensors.
 """
 
 from __future__ import annotations
@@ -388,7 +389,9 @@ def install() -> None:
         # each size is a program of its own, and without a program DTensors would run eagerly: an error at the end
         limit = config.accumulated_recompile_limit
         try:
-            with config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+            with config.patch(
+                recompile_limit=limit, fail_on_recompile_limit_hit=True, capture_dynamic_output_shape_ops=True
+            ):
                 return convert(self, *args, **kwargs)
         except FailOnRecompileLimitHit:
             code = args[0].f_code

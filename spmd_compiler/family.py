@@ -4,6 +4,9 @@
 graph of all sizes.  Every member has the same nodes and specs, so `common` has them; an integer of theirs is a function
 of the sizes: its value at the example and its forward differences (Newton), or the power that its ratios show.  A
 member that was not among those it was read off must be the one it says, when planning as for every size that is run.
+
+Sizes that data decide are dims as well, but nobody knows them before the graph runs: there is one plan and one local
+graph, whose integers are read off members in the same way (`DataSamples`).
 """
 
 from __future__ import annotations
@@ -13,19 +16,23 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
-from .dims import Dims, Guard
-from .ir import Captured, Partitioned, copied, source_line
+from .dims import Dim, Dims, Guard
+from .ir import Captured, Partitioned, copied, size_op, source_line
 from .placements import Mesh, Spec, SpmdError
 from .redistribute import Move
 from .rules import Choice
-from .symbolic import IntExpr, dim, number, sized
+from .symbolic import IntExpr, dim, is_data_size, number, primes, sized
+
+POINTS = 3  # sizes of data at which a program is looked at
 
 
 @dataclass(frozen=True)
@@ -68,13 +75,33 @@ def fake_at(value: Any, layout: Any, sizes: Mapping[str, int], mode: Any) -> Any
 
 
 def member(captured: Captured, sizes: Mapping[str, int]) -> Captured:
-    """The graph of a family at ``sizes``."""
-    found = dataclasses.replace(copied(captured), dims=None)
-    mode = next(v.fake_mode for n in found.graph.graph.nodes for v in _tensors(n.meta.get("val")))
-    for node in found.graph.graph.nodes:
-        node.args, node.kwargs = sized(_plain(node.args), sizes), sized(_plain(node.kwargs), sizes)
-        node.meta["val"] = fake_at(node.meta.get("val"), node.meta.pop("layout", None), sizes, mode)
+    """The graph of a family at ``sizes``; ``meta["open"]`` has the dims of each result whose sizes data decide."""
+    found = dataclasses.replace(copied(captured), dims=None, data=())
+    put_sizes(found.graph.graph, sizes)
     return found
+
+
+def put_sizes(graph: Graph, sizes: Mapping[str, int]) -> None:
+    """Put ``sizes`` in place of dims in a graph with expressions of them, and fake values of these sizes."""
+    mode = next((v.fake_mode for n in graph.nodes for v in _tensors(n.meta.get("val"))), None)
+    for node in graph.nodes:
+        node.args, node.kwargs = sized(_plain(node.args), sizes), sized(_plain(node.kwargs), sizes)
+        if "global" in node.meta:
+            node.meta["global"] = sized(node.meta["global"], sizes)
+        if node.target is size_op:
+            node.meta["val"] = sizes[node.args[2]]
+        layout, value = node.meta.pop("layout", None), node.meta.get("val")
+        if layout is None:
+            continue
+        node.meta["val"] = fake_at(value, layout, sizes, mode)
+        each = layout if isinstance(value, (tuple, list)) else (layout,)
+        opened = tuple(frozenset(d for d, n in enumerate(at[0] if at else ()) if _of_data(n)) for at in each)
+        if any(opened):
+            node.meta["open"] = opened
+
+
+def _of_data(n: Any) -> bool:
+    return isinstance(n, sympy.Basic) and any(is_data_size(s.name) for s in n.free_symbols)
 
 
 def expressions(captured: Captured) -> set[Any]:
@@ -197,6 +224,75 @@ class Samples:
         return sympy.expand(made)
 
 
+class DataSamples(Samples):
+    """Sizes of data at which a program is looked at: points that differ in all of them.
+
+    Such a size is nowhere cut, so that an integer that depends on them is an expression of the captured graph, or that
+    divided, multiplied or moved by a number.
+    """
+
+    def __init__(self, data: Sequence[Dim], points: Sequence[Mapping[str, int]], known: Iterable[Any] = ()) -> None:
+        self.dims, self.start = Dims(tuple(data)), dict(points[0])
+        self.at_points = [dict(p) for p in points]
+        self.known = {}
+        self.scaled: dict[Any, tuple[int, Any]] = {}  # by their ratios: the first value, and what has them
+        self.moved: dict[Any, tuple[Sequence[int], Any]] = {}  # by the ratios of their differences
+        for k in sorted({*map(dim, self.start), *known}, key=lambda k: (len(str(k)), str(k))):
+            self.learn([sized(k, s) for s in self.sizes()], k)
+
+    def learn(self, values: Sequence[Any], expression: Any) -> None:
+        super().learn(values, expression)
+        if isinstance(expression, sympy.Basic) and all(isinstance(v, int) for v in values) and len(set(values)) > 1:
+            self.scaled.setdefault(_ratios(values), (values[0], expression))
+            self.moved.setdefault(_differences(values), (values, expression))
+
+    def sizes(self) -> list[dict[str, int]]:
+        return self.at_points
+
+    def fit(self, values: Sequence[int]) -> IntExpr | None:
+        if len(set(values)) == 1:
+            return values[0]
+        if tuple(values) in self.known:
+            return self.known[tuple(values)]
+        if (ratios := _ratios(values)) in self.scaled:
+            first, found = self.scaled[ratios]
+            return found * sympy.Rational(values[0], first)
+        if (differences := _differences(values)) in self.moved:
+            given, found = self.moved[differences]
+            i = next(i for i, v in enumerate(given) if v != given[0])
+            by = sympy.Rational(values[i] - values[0], given[i] - given[0])
+            return (found - given[0]) * by + values[0]
+        return None
+
+
+def data_samples(captured: Captured) -> DataSamples:
+    """The points at which a graph in which data decide sizes is looked at."""
+    names = [d.name for d in captured.data]
+    known = expressions(captured)
+    static = {abs(n) for n in _integers(captured.graph.graph) if n}
+    points = [[d.hint for d in captured.data]]
+    while len(points) < POINTS:
+        points.append(primes(points[-1], {*static, *(n for p in points for n in p)}))
+    return DataSamples(captured.data, [dict(zip(names, p, strict=True)) for p in points], known)
+
+
+def _integers(graph: Graph) -> Iterator[int]:
+    for node in graph.nodes:
+        for n in pytree.tree_leaves((node.args, node.kwargs, node.meta.get("layout"))):
+            if type(n) is int:
+                yield n
+
+
+def _ratios(values: Sequence[int]) -> Any:
+    return tuple(Fraction(v, values[0]) for v in values) if values[0] else None
+
+
+def _differences(values: Sequence[int]) -> Any:
+    off = [v - values[0] for v in values]
+    unit = next(v for v in off if v)
+    return tuple(Fraction(v, unit) for v in off)
+
+
 class Different(ValueError):
     """Values that no expression of dims stands for."""
 
@@ -208,10 +304,22 @@ def common(samples: Samples, members: Sequence[Partitioned]) -> Partitioned:
     local sizes at coordinate 0, are in dims.  Raises `SpmdError` where members are not one program.
     """
     first = copied_local(members[0])
-    rows = zip(first.graph.graph.nodes, *(m.graph.graph.nodes for m in members), strict=False)
-    if len({len(m.graph.graph.nodes) for m in members}) > 1:
+    unify(samples, first.graph.graph, [m.graph.graph for m in members], members[0].mesh)
+    return first
+
+
+def common_global(samples: Samples, members: Sequence[Captured]) -> Captured:
+    """The joint graph of all sizes, given that of each sample, with ``meta["layout"]``."""
+    first = copied(members[0])
+    unify(samples, first.graph.graph, [m.graph.graph for m in members])
+    return first
+
+
+def unify(samples: Samples, first: Graph, members: Sequence[Graph], mesh: Mesh | None = None) -> None:
+    """Make ``first``, a copy of the first of ``members``, the graph of all sizes; on a ``mesh`` it is a local one."""
+    if len({len(m.nodes) for m in members}) > 1:
         raise _parted(samples, members)
-    for node, *same in rows:
+    for node, *same in zip(first.nodes, *(m.nodes for m in members), strict=True):
         if len({(n.name, n.op, str(n.target), n.meta.get("spec")) for n in same}) > 1:
             raise _parted(samples, members)
         try:
@@ -219,18 +327,27 @@ def common(samples: Samples, members: Sequence[Partitioned]) -> Partitioned:
             node.kwargs = _unified(samples, [_named(n.kwargs) for n in same], node.kwargs)
             if "global" in node.meta:
                 node.meta["global"] = _unified(samples, [n.meta["global"] for n in same])
-            node.meta["local"] = _local(samples, node, [_shapes(n.meta.get("val")) for n in same], members[0].mesh)
+            if mesh is not None:
+                node.meta["local"] = _local(samples, node, [_shapes(n.meta.get("val")) for n in same], mesh)
+            if isinstance(samples, DataSamples):
+                node.meta["layout"] = _unified(samples, [_layout(n.meta.get("val")) for n in same])
         except Different as error:
             raise SpmdError(
                 f"{node.name} ({source_line(node)}): {node.target} has an integer ({error}) that is no polynomial of "
                 "the dynamic dims; give those sizes as static ones"
             ) from None
-    return first
 
 
-def _parted(samples: Samples, members: Sequence[Partitioned]) -> SpmdError:
+def _layout(value: Any) -> Any:
+    """Shape and strides."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_layout(v) for v in value)
+    return (tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else None
+
+
+def _parted(samples: Samples, members: Sequence[Graph]) -> SpmdError:
     """The first node at which members differ."""
-    texts = [[(n.name, str(n.target), source_line(n)) for n in m.graph.graph.nodes] for m in members]
+    texts = [[(n.name, str(n.target), source_line(n)) for n in m.nodes] for m in members]
     for row in itertools.zip_longest(*texts):
         if len(set(row)) > 1:
             other = next(i for i, n in enumerate(row) if n != row[0])

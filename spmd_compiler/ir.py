@@ -24,9 +24,34 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .cost import Profile
-from .dims import Dims
+from .dims import Dim, Dims
 from .placements import Mesh, Spec
 from .symbolic import bind_tree
+
+_LIB = torch.library.Library("spmd", "FRAGMENT")
+_LIB.define("size(Tensor x, int dim, str name) -> SymInt")
+_LIB.define("check_size(Tensor x, int dim, SymInt size) -> ()")
+size_op = torch.ops.spmd.size.default  # what the data size ``name`` is: the size of dim ``dim`` of ``x``
+check_size = torch.ops.spmd.check_size.default  # that a size is what another is
+for _op in (size_op, check_size):
+    torch.fx.node.has_side_effect(_op)  # others know a size by its name
+
+
+@torch.library.impl(_LIB, "size", "CompositeExplicitAutograd")
+def _(x: torch.Tensor, dim: int, name: str) -> int:
+    return x.shape[dim]
+
+
+@torch.library.impl(_LIB, "check_size", "CompositeExplicitAutograd")
+def _(x: torch.Tensor, dim: int, size: int) -> None:
+    if x.shape[dim] != size:
+        raise ValueError(f"a selection has {x.shape[dim]} elements where it is taken for one of {size}")
+
+
+@torch.library.register_fake("spmd::check_size", lib=_LIB)
+def _(x: torch.Tensor, dim: int, size: int) -> None:
+    return None
+
 
 META_KEYS = (
     "stack_trace",
@@ -188,7 +213,8 @@ class Captured:
 
     ``graph``'s placeholders match ``inputs`` and its output node holds a flat tuple that matches ``outputs``
     (None entries allowed); the first ``num_forward_outputs`` belong to the forward half.  Without a backward all
-    of them do.
+    of them do.  Where ``data`` lists sizes that data decide, integers are expressions of them, ``meta["layout"]`` has
+    shapes and strides in them, and ``meta["val"]`` is at their hints.
     """
 
     graph: torch.fx.GraphModule
@@ -198,6 +224,7 @@ class Captured:
     mesh: Mesh
     name: str = "main"
     dims: Dims | None = None  # the dynamic dims of which the graph's integers are expressions
+    data: tuple[Dim, ...] = ()  # those whose sizes the program's data decide
 
 
 @dataclass
@@ -228,6 +255,8 @@ class Writer:
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """Add a call to the local graph; sympy expressions may stand for integers anywhere in its arguments."""
+        if self.node.meta.get("makes") and target is self.node.target:  # replicated: what it makes is known
+            return self.call_as(self.node.meta["val"], target, *args, **kwargs)
         node = self.call_as(None, target, *args, **kwargs)
         node.meta["val"] = fake_value(node, self.fake_mode)
         return node
@@ -267,6 +296,11 @@ def fake_value(node: Node, fake_mode: Any, coordinates: dict[str, int] | None = 
 
 def tree_nodes(tree: Any) -> list[Node]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Node)]
+
+
+def open_dims(node: Node, result: int = 0) -> frozenset[int]:
+    """The dims of a node's result whose sizes data decide: they are cut nowhere."""
+    return node.meta["open"][result] if "open" in node.meta else frozenset()
 
 
 def copy_meta(new: Node, old: Node, keys: Sequence[str] = META_KEYS) -> None:

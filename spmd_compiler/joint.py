@@ -11,6 +11,7 @@ import functools
 import itertools
 import operator
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -18,34 +19,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 import torch._inductor.lowering
 import torch.fx.traceback as fx_traceback
-from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import SLoc
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule, Node
-from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
-from torch.fx.node import map_arg
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
-from torch.utils._sympy import functions as torch_functions
 
 from . import ops  # noqa: F401  (registers the rules, and operators that decompositions make)
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
 from .bodies import adopt
 from .decompositions import EARLY, table
-from .dims import Dims, Guard
 from .draws import is_random
-from .family import fake_at
-from .ir import Captured, Input, Output, project_path, source_line
+from .ir import Captured, Input, Output, source_line
 from .placements import Mesh, Spec, SpmdError, depends_on_data
-from .symbolic import dim, number, real
+from .sizes import LIBRARIES
 
 aten = torch.ops.aten
 
@@ -104,141 +97,21 @@ class OutputIndex:
     index: int
 
 
-# --- dynamic dims -------------------------------------------------------------------------------------------
-
-
-class _Env(ShapeEnv):
-    """Notes the user's line for each guard."""
-
-    def _get_sloc(self, framework_loc: Any = None) -> SLoc:
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code is not trace.__code__:
-            code = frame.f_code
-            if not code.co_filename.startswith((*_LIBRARIES, os.path.dirname(sympy.__file__))):
-                return SLoc(None, f"{project_path(code.co_filename)}:{frame.f_lineno}")
-            frame = frame.f_back  # type: ignore[assignment]
-        return SLoc(None, None)
-
-
-class OpenSizes:
-    """The dims of a program as sizes that a trace leaves open, and what the trace asked of them."""
-
-    def __init__(self, dims: Dims) -> None:
-        self.dims, self.env = dims, _Env(duck_shape=False, allow_scalar_outputs=False)
-        self.sizes: dict[str, torch.SymInt] = {}
-        for d in dims.dims:
-            source = ConstantSource(d.name)
-            symbol = self.env.create_symbol(d.hint, source, DimDynamic.DYNAMIC)
-            made = self.env.create_symintnode(symbol, hint=d.hint, source=source)
-            assert isinstance(made, torch.SymInt)
-            self.sizes[d.name] = made
-        self.names = {s.node._expr: dim(name) for name, s in self.sizes.items()}
-
-    def fake(self, value: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
-        """A fake tensor like the dense ``value``, of a shape in dims."""
-        order = sorted(range(value.dim()), key=lambda d: (value.stride(d), -d))
-        sizes = [n if isinstance(n, int) else sympy.lambdify(list(n.free_symbols), n)(
-            *(self.sizes[s.name] for s in n.free_symbols)) for n in shape]  # fmt: skip
-        strides: list[Any] = [0] * value.dim()
-        run: Any = 1
-        for d in order:
-            strides[d], run = run, run * sizes[d]
-        device = "cpu" if value.device.type == "meta" else value.device
-        with mode:
-            fake = torch.empty_strided(sizes, strides, dtype=value.dtype, device=device)
-            return fake.requires_grad_(value.requires_grad)
-
-    def guards(self) -> tuple[Guard, ...]:
-        """What the trace asked of the sizes.  Raises `SpmdError` where it allows only the example's."""
-        found: dict[Any, Guard] = {}
-        for asked in self.env.guards:
-            where = asked.sloc.maybe_user_loc or "the program"
-            condition = self.expression(asked.expr, where)
-            if isinstance(condition, sympy.Eq) and condition.args[0].is_Symbol and condition.args[1].is_Integer:
-                raise SpmdError(f"dynamic dim {condition.args[0]} is {condition.args[1]} and nothing else for {where}")
-            found.setdefault(condition, Guard(condition, f"{where} takes it for granted"))
-        for name, size in self.sizes.items():
-            if self.env.replace(size.node._expr).is_number:
-                raise SpmdError(f"dynamic dim {name} can be nothing but {int(size)} in this program")
-        return tuple(found.values())
-
-    def expression(self, given: Any, where: str) -> Any:
-        """An expression of torch's symbols as one of dims."""
-        found = given.xreplace(self.names)
-        found = found.xreplace({f: sympy.Rational(float(f)) for f in found.atoms(sympy.Float)})
-        for function, same in _SAME_FUNCTIONS.items():
-            found = found.replace(function, same)
-        foreign = [f for f in found.atoms(sympy.Function) if type(f).__module__.startswith("torch")]
-        if foreign or any(s not in self.names.values() for s in found.free_symbols):
-            raise SpmdError(f"{where}: the size {given} is no arithmetic of dynamic dims that a program can hold")
-        return found
-
-    def release(self, captured: Captured, mode: FakeTensorMode) -> None:
-        """Write expressions of dims where a captured graph computes with sizes, and the example's fake values.
-
-        ``meta["layout"]`` has shape and strides in dims.
-        """
-        graph, computed = captured.graph.graph, {}
-        for node in graph.nodes:
-            value = node.meta.get("val")
-            where = f"{node.name} ({source_line(node)})"
-            if node.op == "get_attr":
-                raise SpmdError(f"{where}: the body of a higher-order operator has no dynamic dims; give static shapes")
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                made = self.expression(value.node.expr, where)
-                computed[node] = number(real(made) if isinstance(value, torch.SymFloat) else made)
-                continue
-            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: computed.get(n, n))
-            node.meta["layout"] = self._layout(value, where)
-            node.meta["val"] = fake_at(value, node.meta["layout"], self.dims.hints, mode)
-        for node in reversed(computed):
-            graph.erase_node(node)
-        captured.graph.recompile()
-
-    def _layout(self, value: Any, where: str) -> Any:
-        if isinstance(value, (tuple, list)):
-            return tuple(self._layout(v, where) for v in value)
-        if not isinstance(value, torch.Tensor):
-            return None
-        return tuple(tuple(self.size(n, where) for n in given) for given in (value.shape, value.stride()))
-
-    def size(self, value: Any, where: str = "the result") -> Any:
-        """A size, or another number that may depend on sizes, in dims."""
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            made = self.expression(value.node.expr, where)
-            return number(real(made) if isinstance(value, torch.SymFloat) else made)
-        return value
-
-
-_SAME_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch_functions.ModularIndexing: lambda x, by, n: sympy.Mod(sympy.floor(x / by), n),
-    torch_functions.FloorDiv: lambda x, by: sympy.floor(x / by),
-    torch_functions.CeilDiv: lambda x, by: sympy.ceiling(x / by),
-    torch_functions.PythonMod: sympy.Mod,
-    torch_functions.Mod: sympy.Mod,
-    torch_functions.CeilToInt: sympy.ceiling,
-    torch_functions.FloorToInt: sympy.floor,
-    torch_functions.TruncToInt: sympy.floor,  # sizes are not negative
-    torch_functions.PowByNatural: sympy.Pow,
-    torch_functions.FloatPow: sympy.Pow,
-    torch_functions.FloatTrueDiv: lambda x, by: x / by,
-    torch_functions.IntTrueDiv: lambda x, by: x / by,
-    torch_functions.ToFloat: lambda x: x,
-    torch_functions.Identity: lambda x: x,
-    torch_functions.OpaqueUnaryFn_sqrt: sympy.sqrt,
-    torch_functions.Max: sympy.Max,
-    torch_functions.Min: sympy.Min,
-}
-
-
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
-    """AOTAutograd's joint graph.  Raises `SpmdError` for shapes that depend on data."""
+    """AOTAutograd's joint graph.  Raises `SpmdError` for numbers and decisions that depend on data."""
     fixed = torch._dynamo.config.patch(automatic_dynamic_shapes=False)  # bodies are of the sizes at hand
     try:
         with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers(), fixed:
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
-    except (DynamicOutputShapeException, DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise depends_on_data(_user_line(error), str(error) or type(error).__name__) from error
+    except GuardOnDataDependentSymNode as error:
+        asked = re.search(r"expression (.*?) \(unhinted", str(error))
+        raise SpmdError(
+            f"{_user_line(error)}: whether {asked[1] if asked else 'a condition holds'} depends on data (u0, u1... are "
+            "sizes or numbers that only a run decides), and a program planned ahead is one for all of them; write what "
+            "holds for every size, say so with torch._check, or mask instead (torch.where, a weight of 0)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -306,11 +179,9 @@ def check_dense(values: Sequence[Any]) -> None:
 
 
 def _check_values(gm: GraphModule) -> None:
-    """Raise `SpmdError` where the program makes a sparse tensor, or one whose shape depends on data."""
+    """Raise `SpmdError` where the program makes a sparse tensor."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if symbolic_shapes.free_unbacked_symbols(value):
-            raise depends_on_data(source_line(node) or node.name, str(node.target))
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise SpmdError(
                 f"{node.name} ({source_line(node)}): {node.target} makes a sparse tensor, which has no placement; use "
@@ -320,7 +191,7 @@ def _check_values(gm: GraphModule) -> None:
 
 def _user_line(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the program"
 
 
@@ -345,7 +216,7 @@ class UserLines(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # the bodies of higher-order operators
             return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
             if frame is self.bottom:
                 fx_traceback.set_stack_trace([self._module_at(sys._getframe(1))])
                 return func(*args, **(kwargs or {}))
@@ -382,11 +253,8 @@ class UserLines(TorchFunctionMode):
 def _innermost(trace: str) -> str:
     """The innermost frame of a stack trace that is outside torch and this package."""
     frames = [f'  File "{part}' for part in trace.split('  File "')[1:]]
-    own = [f for f in frames if not f.removeprefix('  File "').startswith(_LIBRARIES)]
+    own = [f for f in frames if not f.removeprefix('  File "').startswith(LIBRARIES)]
     return (own or frames or [trace])[-1]
-
-
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")
 
 
 def _lift_constants(gm: GraphModule, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
@@ -501,7 +369,8 @@ def _remove_clones(gm: GraphModule) -> None:
     def unwrapped(value: Any) -> Any:
         if isinstance(value, Node) and value.target is aten.clone.default and len(value.users) == 1:
             source = value.args[0]
-            if source.op != "placeholder" and source.meta["val"].stride() == value.meta["val"].stride():
+            strides = [str(v.meta["val"].stride()) for v in (source, value)]  # of numbers or of symbols
+            if source.op != "placeholder" and strides[0] == strides[1]:
                 return source
         return value
 

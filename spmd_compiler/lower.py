@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -31,6 +31,7 @@ from .bodies import call_of, made_by
 from .ir import body_of
 from .placements import Mesh
 from .symbolic import bind_tree, symbols_in
+from .symints import bind_sizes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -133,7 +134,8 @@ def resized(value: torch.Tensor, shape: Sequence[int], fake_mode: Any) -> torch.
 
 def _fake_mode(gm: GraphModule) -> FakeTensorMode:
     values = [n.meta.get("val") for n in gm.graph.nodes]
-    return detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)]) or FakeTensorMode()
+    own = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)  # there may be another about
+    return own or detect_fake_mode() or FakeTensorMode()
 
 
 class _Writer:
@@ -441,12 +443,13 @@ def compile_graph(gm: GraphModule, how: str, *, is_backward: bool = False, is_in
     fake_mode = _fake_mode(gm)
     output = gm.graph.output_node()
     returned = output.args[0]
+    bind_sizes(gm)
     output.meta.setdefault("user_visible_output_idxs", list(range(len(returned))))
     context = TracingContext(fake_mode)
     with tracing(context), V.set_fake_mode(fake_mode), _counting(fake_mode), context.report_output_strides() as strides:
         compiled = compile_fx_inner(gm, examples, is_backward=is_backward, is_inference=is_inference)
     for value, stride in zip(returned, strides or [], strict=False):
-        if isinstance(value, Node) and stride is not None:
+        if isinstance(value, Node) and stride is not None and "layout" not in value.meta:
             found = value.meta["val"]
             if tuple(stride) != tuple(found.stride()):
                 with fake_mode:

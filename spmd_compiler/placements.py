@@ -23,10 +23,11 @@ class SpmdError(ValueError):
 
 
 def depends_on_data(where: str, what: str) -> SpmdError:
-    """The error of an op whose result's shape, or a number, is known only when it has run."""
+    """The error of an op that gives a number, or a shape that no size names, known only when it has run."""
     return SpmdError(
         f"{where}: {what} gives a shape or a number that depends on data, which a program planned ahead can't have; "
-        "mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the compiled function"
+        "keep it a tensor, mask instead (torch.where, masked_fill, a weight of 0), or compute it outside the compiled "
+        "function"
     )
 
 

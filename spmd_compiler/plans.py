@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch.distributed.tensor import Shard
 from torch.fx import GraphModule, Node
 
 from . import ops  # noqa: F401  (registers the rules)
 from .bodies import Border
-from .ir import Captured
-from .placements import Spec, SpmdError
+from .ir import Captured, open_dims, operands, results
+from .placements import Mesh, Spec, SpmdError
 from .problem import Solution
 from .redistribute import Move
-from .rules import Choice, Rule, rule_of
+from .rules import Choice, Rule, Way, rule_of
+from .symbolic import primes
 
 
 @dataclass
@@ -46,8 +50,45 @@ class Known:
 
     def rule(self, node: Node) -> Rule | None:
         if node not in self.rules:
-            self.rules[node] = rule_of(node)
+            found = None if node.meta.get("makes") else rule_of(node)
+            self.rules[node] = found and closed(found, node)
         return self.rules[node]
 
 
 Bodies = tuple[tuple[Captured, "Plan"], ...]  # those of a call, each with its border and the plan for it
+
+
+# --- sizes that data decide: no dim of them is cut ----------------------------------------------------------------
+
+
+def closed(rule: Rule, node: Node) -> Rule:
+    """The rule of a node by which no dim is cut whose size data decide."""
+    opened = [open_dims(o) for o in operands(node)] + [open_dims(node, r) for r in range(len(results(node)))]
+    if not any(opened):
+        return rule
+    terms = [*rule.operands, *rule.results]
+    whole = {f for dims, at in zip(terms, opened, strict=True) for d in at if d < len(dims) for f in dims[d]}
+
+    def cuts(way: Way) -> bool:
+        placed = (*way.operands, *way.results)
+        return any(isinstance(p, Shard) and p.dim in at for p, at in zip(placed, opened, strict=True))
+
+    ways = tuple(w for w in rule.ways if not cuts(w))
+    return dataclasses.replace(rule, whole=rule.whole | whole, ways=ways)
+
+
+def planned_sizes(node: Node, result: int, uneven: Collection[tuple[int, int]]) -> tuple[int, ...]:
+    """The global sizes of a result; a prime for one that data decide, which no number of pieces divides."""
+    opened, static = open_dims(node, result), {n for n, _ in uneven}
+    return tuple(primes([n], static)[0] if d in opened else int(n)
+                 for d, n in enumerate(results(node)[result].shape))  # fmt: skip
+
+
+def check_closed(node: Node, result: int, spec: Spec, mesh: Mesh, where: str) -> None:
+    """Raise `SpmdError` where the user cuts a dim whose size data decide."""
+    for d in sorted(open_dims(node, result)):
+        if any(mesh[a] > 1 for a in spec.axes_of(d)):
+            raise SpmdError(
+                f"{where}: {spec} cuts dim {d}, whose size depends on data, so that nobody knows the pieces before the "
+                "program runs; replicate it, or shard another dim"
+            )

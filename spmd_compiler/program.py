@@ -66,8 +66,9 @@ class Program:
 
     @property
     def dims(self) -> dict[str, Dim]:
-        """The dynamic dims, by name.  Prices, bytes and shapes are those of their hints, the sizes of the example."""
-        return {d.name: d for d in self.family.dims.dims} if self.family is not None else {}
+        """The dynamic dims, by name, or (``u0``, ``u1``...) the sizes that data decide.  Prices, bytes and shapes are
+        those of their hints: the sizes of the example, or a prime of at least the most that there may be."""
+        return {d.name: d for d in (self.family.dims.dims if self.family is not None else self.local.captured.data)}
 
     @property
     def guards(self) -> tuple[Guard, ...]:

@@ -25,31 +25,42 @@ from torch.fx import GraphModule, Node
 from .aot import packaged
 from .collectives import is_collective
 from .dtensors import dtensor_spec, placements_for, spec_in, wrap
+from .family import DataSamples, data_samples, put_sizes, unify
 from .ir import Output, Partitioned, nodes_within
 from .lower import Compiled, Groups, bind, compile_graph, expand_collectives, match_saved
 from .passes import overlap, split
 from .placements import Mesh, Spec, SpmdError
-from .symbolic import bind_tree
+from .symbolic import bind_tree, sized
+from .symints import with_numbers
 from .text import program_text
 
 
 @dataclass
 class Slot:
-    """Where one argument or result lives: its `Spec`, the mesh's placements, and torch's own spec of it."""
+    """Where one argument or result lives: its `Spec`, the mesh's placements, and torch's own spec of it.
+
+    A global size that data decide is an expression (and ``dtensor`` None): it is that of every piece.
+    """
 
     name: str
     spec: Spec
     mesh: DeviceMesh
-    shape: torch.Size
+    shape: tuple[Any, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
         self.placements = placements_for(self.spec, self.mesh)
-        self.dtensor = dtensor_spec(self.spec, self.mesh, self.shape, self.stride, self.dtype)
+        self.dtensor = None
+        if all(isinstance(n, int) for n in self.shape):
+            self.dtensor = dtensor_spec(self.spec, self.mesh, torch.Size(self.shape), self.stride, self.dtype)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        return wrap(local, self.dtensor)
+        return wrap(local, self.dtensor if self.dtensor is not None else self._spec_of(local))
+
+    def _spec_of(self, local: torch.Tensor) -> Any:
+        shape = [n if isinstance(n, int) else local.shape[d] for d, n in enumerate(self.shape)]
+        return dtensor_spec(self.spec, self.mesh, torch.Size(shape), _global_stride(local, shape), self.dtype)
 
     def place(self, value: torch.Tensor) -> DTensor:
         """``value``, a DTensor placed otherwise or a plain global tensor, as a DTensor placed so (differentiably)."""
@@ -80,6 +91,7 @@ class Halves:
     backward_strides: list[tuple[int, ...] | None]
     text: str = ""
     watched: Sequence[int] = ()  # inputs of which a view or a copy is saved: a change of theirs must be noticed
+    sizes: Sequence[str] = ()  # data sizes that the forward returns last, and the backward takes behind what is saved
 
 
 def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> Halves:
@@ -89,18 +101,21 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
         for half in filter(None, (forward, backward)):
             overlap.schedule(half, program.mesh, program.profile)
     count = program.num_forward_outputs
-    saved, watched = saved_values(forward, count), watched_inputs(forward, count)
+    sizes = [] if backward is None else [n.meta["size"] for n in backward.graph.nodes if "size" in n.meta]
+    saved, watched = saved_values(forward, count, len(sizes)), watched_inputs(forward, count)
     names = [", ".join(n.name for n in nodes_within(g.graph) if is_collective(n)) for g in (forward, backward) if g]
-    forward = _for_this_rank(forward, program, mesh)
+    samples = data_samples(program.captured) if program.captured.data else None
+    forward, members = _for_this_rank(forward, program, mesh, samples)
     run_forward = compile_graph(forward, how, is_inference=backward is None)
     if backward is None:
         return Halves(run_forward, None, saved, _strides(forward), [], "\n".join(names))
-    kept = [n.meta["val"] for n in forward.graph.output_node().args[0][count:]]
-    backward = _for_this_rank(backward, program, mesh, kept)
-    match_saved(forward, backward, count)
+    kept = [[n.meta["val"] for n in m.graph.output_node().args[0][count:]] for m in members]
+    backward, _ = _for_this_rank(backward, program, mesh, samples, kept)
+    if samples is None:
+        match_saved(forward, backward, count)
     strides = _strides(backward)
     run_backward = compile_graph(backward, how, is_backward=True)
-    return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names), watched)
+    return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names), watched, sizes)
 
 
 def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str, package: Path | None = None) -> Halves:
@@ -108,7 +123,8 @@ def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str, packa
     if package is not None:
         return Halves(packaged(program, mesh, package), None, [], _strides(program.graph), [])
     graph = GraphModule(program.graph, copy.deepcopy(program.graph.graph))
-    graph = _for_this_rank(graph, program, mesh)
+    samples = data_samples(program.captured) if program.captured.data else None
+    graph, _ = _for_this_rank(graph, program, mesh, samples)
     strides = _strides(graph)
     return Halves(compile_graph(graph, how, is_inference=True), None, [], strides, [])
 
@@ -138,26 +154,46 @@ def direct(
 
 
 def _for_this_rank(
-    gm: GraphModule, program: Partitioned, mesh: DeviceMesh | None, saved: Sequence[Any] = ()
-) -> GraphModule:  # fmt: skip
-    if mesh is None:
-        return bind(gm, program.mesh, {}, saved)
-    groups = Groups(mesh)
-    return expand_collectives(bind(gm, program.mesh, groups.coordinates, saved), groups)
+    gm: GraphModule, program: Partitioned, mesh: DeviceMesh | None, samples: DataSamples | None,
+    saved: Sequence[Sequence[Any]] = (),
+) -> tuple[GraphModule, list[GraphModule]]:  # fmt: skip
+    """A graph with this rank's numbers in it, and what it is at each of the ``samples`` of data sizes.
+
+    ``saved`` are, at each of them, the values of the first placeholders.
+    """
+    members = []
+    for i in range(1 if samples is None else len(samples.sizes())):
+        at = gm
+        if samples is not None:
+            at = GraphModule(gm, copy.deepcopy(gm.graph))
+            put_sizes(at.graph, samples.sizes()[i])
+        groups = Groups(mesh) if mesh is not None else None
+        at = bind(at, program.mesh, groups.coordinates if groups is not None else {}, saved[i] if saved else ())
+        members.append(at if groups is None else expand_collectives(at, groups))
+    if samples is None:
+        return members[0], members
+    whole = GraphModule(members[0], copy.deepcopy(members[0].graph))
+    unify(samples, whole.graph, [m.graph for m in members])
+    return with_numbers(whole, program.captured.data), members
 
 
-def _strides(gm: GraphModule) -> list[tuple[int, ...] | None]:
-    values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
-    return [tuple(map(int, v.stride())) if isinstance(v, torch.Tensor) else None for v in values]
+def _strides(gm: GraphModule) -> list[tuple[Any, ...] | None]:
+    """Of each input; where data decide sizes they are expressions of them."""
+    found: list[tuple[Any, ...] | None] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value, layout = node.meta.get("val"), node.meta.get("layout")
+        strides = layout[1] if layout is not None else value.stride() if isinstance(value, torch.Tensor) else None
+        found.append(None if strides is None else tuple(strides))
+    return found
 
 
-def saved_values(forward: GraphModule, num_outputs: int) -> list[tuple[str, int]]:
-    """What the forward graph saves for the backward (see `Halves.saved`)."""
+def saved_values(forward: GraphModule, num_outputs: int, sizes: int = 0) -> list[tuple[str, int]]:
+    """What the forward graph saves for the backward (see `Halves.saved`), its last ``sizes`` results apart."""
     inputs = {n: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     returned: Sequence[Node] = forward.graph.output_node().args[0]
     outputs = {n: i for i, n in reversed(list(enumerate(returned[:num_outputs]))) if isinstance(n, Node)}
     found = []
-    for i, node in enumerate(returned[num_outputs:]):
+    for i, node in enumerate(returned[num_outputs : len(returned) - sizes]):
         if node in inputs:
             found.append(("input", inputs[node]))
         elif node in outputs:
@@ -219,7 +255,8 @@ class Runner:
             return None
         value = node.meta["val"]
         shape = node.meta.get("global", tuple(value.shape))
-        return Slot(name, spec, self.mesh, torch.Size(shape), _global_stride(value, shape), value.dtype)
+        stride = _global_stride(value, shape) if all(isinstance(n, int) for n in shape) else ()
+        return Slot(name, spec, self.mesh, tuple(shape), stride, value.dtype)
 
     # --- a call ---------------------------------------------------------------------------------------------
 
@@ -384,6 +421,8 @@ class _Run(torch.autograd.Function):
         sources = {"input": placed, "output": outs, "value": found}
         watched = (placed[k] for k in runner.halves.watched)
         ctx.save_for_backward(*(sources[kind][k] for kind, k in runner.halves.saved), *watched)
+        names = runner.halves.sizes
+        ctx.sizes = dict(zip(names, found[len(found) - len(names) :], strict=True))
         ctx.likes = [(t._spec if isinstance(t, DTensor) else None) for t in placed]
         ctx.strides = {k: local_of(placed[k]).stride() for k in runner.needs_grad}
         return tuple(outs)
@@ -391,11 +430,16 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
-        strides = iter(runner.halves.backward_strides)
+        sizes = ctx.sizes
+        wanted = runner.halves.backward_strides
+        strides = iter(sized(wanted, sizes) if sizes else wanted)
         saved = ctx.saved_tensors[: len(runner.halves.saved)]
-        values = [laid_out(local_of(t), stride) for t, stride in zip(saved, strides, strict=False)]
+        values: list[Any] = [laid_out(local_of(t), next(strides)) for t in saved]
+        for size in sizes.values():
+            next(strides)
+            values.append(size)
         for k, slot in zip(runner.differentiable, runner.tangent_slots, strict=True):
-            values.append(laid_out(_local_tangent(tangents[k], slot), next(strides)))
+            values.append(laid_out(_local_tangent(tangents[k], slot, sizes), next(strides)))
         assert runner.halves.backward is not None
         found = list(runner.halves.backward(values))
         del values
@@ -443,11 +487,11 @@ def _wrapped_gradient(local: torch.Tensor, like: Any, runner: Runner, k: int, ou
     return slot.wrap(local)
 
 
-def _local_tangent(tangent: Any, slot: Slot | None) -> torch.Tensor:
+def _local_tangent(tangent: Any, slot: Slot | None, sizes: Mapping[str, int]) -> torch.Tensor:
     """The local piece of a tangent, redistributed as the backward expects it."""
     if slot is not None:
         if tangent is None:
-            tangent = slot.wrap(_zeros(slot))
+            tangent = slot.wrap(_zeros(slot, sizes))
         elif isinstance(tangent, DTensor):
             if tangent._spec.placements != slot.placements or tangent._spec.mesh != slot.mesh:
                 with torch.no_grad():
@@ -465,8 +509,8 @@ def laid_out(value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tenso
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _zeros(slot: Slot) -> torch.Tensor:
+def _zeros(slot: Slot, sizes: Mapping[str, int]) -> torch.Tensor:
     place = slot.mesh.get_coordinate() or [0] * len(slot.spec.axes)
     mesh = Mesh.of(slot.mesh)
-    shape = bind_tree(slot.spec.local_shape(slot.shape, mesh), dict(zip(mesh.axes, place, strict=True)))
+    shape = bind_tree(slot.spec.local_shape(sized(slot.shape, sizes), mesh), dict(zip(mesh.axes, place, strict=True)))
     return torch.zeros(shape, dtype=slot.dtype, device=slot.mesh.device_type)

@@ -17,8 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from . import collectives as coll
+from .ir import check_size, size_op
 from .placements import Mesh, Spec, SpmdError
-from .symbolic import bind_tree, piece
+from .symbolic import bind_tree, piece, sized
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -222,6 +223,7 @@ def run(gm: GraphModule, mesh: Mesh, inputs: Sequence[Sequence[torch.Tensor]]) -
     """
     places = list(mesh.coordinates())
     env: list[dict[Node, Any]] = [{} for _ in places]
+    sizes: list[dict[str, int]] = [{} for _ in places]  # those that data decide
     users = {n: set(n.users) for n in gm.graph.nodes}
     feed = [iter(i) for i in inputs]
     for node in gm.graph.nodes:
@@ -236,10 +238,16 @@ def run(gm: GraphModule, mesh: Mesh, inputs: Sequence[Sequence[torch.Tensor]]) -
             return [[map_arg(x, env[r].__getitem__) for x in flat] for r in range(len(places))]
         else:
             bound = [
-                bind_tree(map_arg((node.args, node.kwargs), env[rank].__getitem__), at)
+                bind_tree(sized(map_arg((node.args, node.kwargs), env[rank].__getitem__), sizes[rank]), at)
                 for rank, at in enumerate(places)
             ]
-            if coll.is_collective(node):
+            if node.target is size_op:
+                for rank, (args, _) in enumerate(bound):
+                    x, dim, name = args
+                    check_size(x, dim, sizes[rank].setdefault(name, x.shape[dim]))
+                if any(s != sizes[0] for s in sizes):
+                    raise SpmdError(f"ranks disagree on {node.args[2]}: {[s[node.args[2]] for s in sizes]}")
+            elif coll.is_collective(node):
                 for group in groups(mesh, coll.axes_of(node)):
                     made = _RUN[node.target]([bound[r][0][0] for r in group], [tuple(bound[r][0][1:]) for r in group])
                     for rank, value in zip(group, made, strict=True):
@@ -324,5 +332,7 @@ def _attribute(gm: GraphModule, target: str) -> Any:
 
 def run_global(gm: GraphModule, inputs: Iterable[Any]) -> list[Any]:
     """Run a graph in global shapes on one device: the truth that every rank together must give."""
+    if gm.graph.find_nodes(op="call_function", target=size_op):
+        return run(gm, Mesh({"one": 1}), [list(inputs)])[0]
     out = torch.fx.Interpreter(gm).run(*inputs)
     return list(out) if isinstance(out, (tuple, list)) else [out]

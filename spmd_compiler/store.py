@@ -51,9 +51,9 @@ DAMAGE = (
     zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError,
     EOFError, RuntimeError, ArithmeticError,
 )  # fmt: skip
-FORMAT, VERSION = "spmd_compiler program", 2  # 1 without dynamic dims
+FORMAT, VERSION = "spmd_compiler program", 3  # 1 without dynamic dims, 2 without sizes that data decide
 # of a node's meta, plain data
-KEPT = ("phase", "why", "origin", "result", "region", "of", "kept", "members", "joined", "times")
+KEPT = ("phase", "why", "origin", "result", "region", "of", "kept", "members", "joined", "times", "makes")
 CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -427,7 +427,9 @@ def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
     }  # fmt: skip
     if stored.family is not None:
         program["family"] = encode_family(stored.family, writer)
-    version = 1 if stored.family is None else 2
+    if captured.data:
+        program["data"] = [[d.name, d.hint, d.low, d.high] for d in captured.data]
+    version = 3 if captured.data else 1 if stored.family is None else 2
     manifest = {"format": FORMAT, "version": version, "torch": torch.__version__}
     parts: dict[str, str | bytes] = {
         "manifest.json": json.dumps(manifest),
@@ -496,6 +498,7 @@ def _stored(program: dict[str, Any], tensors: Mapping[str, torch.Tensor], weight
     captured = Captured(
         reader.graph(program["global"]), wanted, [Output(n, k, c, of) for n, k, _, c, of in outs],
         program["num_forward_outputs"], mesh, program["name"],
+        data=tuple(Dim(*d) for d in program.get("data", ())),
     )  # fmt: skip
     profile = decode(program["profile"], {})
     if profile is not None:

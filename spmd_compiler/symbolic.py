@@ -1,4 +1,4 @@
-"""Integers that depend on a device's place or on dynamic sizes: sympy expressions of coordinates ``c_<axis>`` and dims.
+"""Integers that depend on a device's place or on sizes: sympy expressions of coordinates ``c_<axis>`` and dims.
 
 A local size or offset is an ``int`` whenever every device agrees on it, and a sympy expression otherwise.
 Uneven pieces follow ``torch.chunk``: with ``k = ceil(n / parts)`` the piece of coordinate ``c`` starts at
@@ -101,10 +101,26 @@ def coordinate(axis: str) -> sympy.Symbol:
     return _COORDINATES[axis]
 
 
+def is_data_size(name: str) -> bool:
+    """Whether a dim is one whose size the program's data decide: ``u0``, ``u1``..."""
+    return name[:1] == "u" and name[1:].isdigit()
+
+
 @functools.cache
 def dim(name: str) -> sympy.Symbol:
-    """The symbol of a dynamic dim: a positive integer, the same on all devices."""
-    return sympy.Symbol(name, integer=True, positive=True)
+    """The symbol of a dynamic dim: an integer, the same on all devices; positive, unless data decide it."""
+    return sympy.Symbol(name, integer=True, **{"nonnegative" if is_data_size(name) else "positive": True})
+
+
+def primes(least: Sequence[int], static: Collection[int]) -> list[int]:
+    """Distinct primes, each at least as large as asked for, of which no number in ``static`` is a multiple."""
+    found: list[int] = []
+    for n in least:
+        p = sympy.nextprime(max(n, 11) - 1)
+        while p in found or any(k % p == 0 for k in static):
+            p = sympy.nextprime(p)
+        found.append(int(p))
+    return found
 
 
 def sized(tree: Any, sizes: Mapping[str, int]) -> Any:

@@ -17,6 +17,8 @@ satisfy, sizes and other integers are expressions of them, and bytes are those a
 
     dims  batch=8 in 2..64
     guard  Eq(Mod(batch, 2), 0)  # dim 0 of x is cut into 2 on dp
+
+Sizes that data decide are dims ``u0``, ``u1``..., and a line says of what: ``%size = spmd.size(%nonzero, 0, "u0")``.
 """
 
 from __future__ import annotations
@@ -369,6 +371,8 @@ class Text:
     @staticmethod
     def of(local: Partitioned, memory: Mapping[str, int] | None = None, dims: Dims | None = None) -> Text:
         """The text of a partitioned graph, with expressions of ``dims`` if it is that of a family."""
+        if dims is None and local.captured.data:
+            dims = Dims(local.captured.data)
         hints = dims.hints if dims is not None else {}
         inputs = [(i.kind, i.name) for i in local.inputs]
         outputs = [(o.kind, o.name, o.spec) for o in local.outputs]

@@ -6,7 +6,7 @@ does.  `compare` runs all simulated ranks on random inputs beside the global gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch.fx import GraphModule, Node
 from . import collectives as coll
 from . import simulate
 from .bodies import Call, border, call_of, returned
+from .family import member
 from .ir import Partitioned, operands, results, source_line
 from .placements import Mesh, Spec, SpmdError
 from .redistribute import alias_op, slice_op
 from .rules import Rule, rule_of
-from .symbolic import bind_tree
+from .symbolic import bind_tree, sized
 
 
 class VerificationError(SpmdError):
@@ -39,16 +40,17 @@ def derive(local: Partitioned) -> None:
     A redistribution must lead from its operand's spec to its own; a computed value must follow from the specs of
     the operands by the node's rule, axis by axis; every local shape must be the one the spec gives.
     """
-    _derive(local.captured.graph, local.graph, local.mesh)
+    hints = {d.name: d.hint for d in local.captured.data}
+    _derive((member(local.captured, hints) if hints else local.captured).graph, local.graph, local.mesh, hints)
 
 
-def _derive(whole: GraphModule, gm: GraphModule, mesh: Mesh) -> None:
+def _derive(whole: GraphModule, gm: GraphModule, mesh: Mesh, hints: Mapping[str, int] = {}) -> None:
     joint = {n.name: n for n in whole.graph.nodes}
     for node in gm.graph.nodes:
         spec = node.meta.get("spec")
         if spec is None:
             continue
-        expected = bind_tree(spec.local_shape(node.meta["global"], mesh), {})
+        expected = bind_tree(spec.local_shape(sized(node.meta["global"], hints), mesh), {})
         if tuple(node.meta["val"].shape) != tuple(expected):
             raise VerificationError(
                 f"{_where(node)}: local shape {tuple(node.meta['val'].shape)}, {spec} gives {expected}"
@@ -256,14 +258,22 @@ def simulate_outputs(local: Partitioned, given: list) -> list:
         if o.spec is None:
             joined.append(outs[0][j])
         else:
-            joined.append(simulate.join([r[j] for r in outs], o.spec, local.mesh, shapes[j], check=False))
+            pieces = [r[j] for r in outs]
+            # a size that data decide is that of every piece
+            shape = [n if isinstance(n, int) else pieces[0].shape[d] for d, n in enumerate(shapes[j])]
+            joined.append(simulate.join(pieces, o.spec, local.mesh, shape, check=False))
     return joined
 
 
 def _output_shapes(local: Partitioned) -> list:
     out = next(n for n in reversed(local.captured.graph.graph.nodes) if n.op == "output")
     flat = out.args[0] if isinstance(out.args[0], (tuple, list)) else [out.args[0]]
-    return [tuple(v.meta["val"].shape) if isinstance(v, Node) and results(v) else None for v in flat]
+    return [_shape(v) if isinstance(v, Node) and results(v) else None for v in flat]
+
+
+def _shape(node: Node) -> tuple[Any, ...]:
+    layout = node.meta.get("layout")
+    return tuple(node.meta["val"].shape) if layout is None else layout[0]
 
 
 def _random(node: Node, most: int, generator: torch.Generator) -> torch.Tensor | int:

@@ -121,10 +121,30 @@ def test_arguments_of_the_rest():
         spmd.Mesh(3)
 
 
-def test_data_dependent_shapes_name_the_line_and_the_remedy():
-    with pytest.raises(spmd.SpmdError) as error:
-        export({"x": {"dp": Shard(0)}}, fn=lambda x: x[x > 0].sum())
-    assert "test_errors.py" in str(error.value)
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (lambda x: x[: int(x.sum().item())], r"_local_scalar_dense.* gives a shape or a number that depends on data"),
+        (lambda x: x.sum() if x[x > 0].shape[0] > 3 else x.mean(), r"whether u0 > 3 depends on data.* torch._check"),
+        (lambda x: torch.cond(x.sum() > 0, torch.sum, torch.mean, (x[x > 0],)), "body of a higher-order operator has no"),
+    ],
+)
+def test_data_dependent_numbers_name_the_line_and_the_remedy(fn, words):
+    with pytest.raises(spmd.SpmdError, match=rf"test_errors.py.*{words}"):
+        export({"x": {"dp": Shard(0)}}, fn=fn)
+
+
+def test_sizes_that_data_decide_are_not_those_of_the_user():
+    x = torch.ones(8, 4)
+    with pytest.raises(spmd.SpmdError, match=r"a size that depends on data, in a program with dynamic_shapes"):
+        spmd.export(lambda x: x[x > 0], (x,), mesh=MESH, dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    with pytest.raises(spmd.SpmdError, match="'u0': such names are those of sizes that data decide"):
+        spmd.export(lambda x: x * 2, (x,), mesh=MESH, dynamic_shapes={"x": {0: torch.export.Dim("u0")}})
+    program = spmd.export(lambda x, y: x[x > 0] * y[y > 0], (x, x), mesh=MESH)
+    with pytest.raises(ValueError, match="a selection has 0 elements where it is taken for one of 32"):
+        program.simulate(x, -x)
+    with pytest.raises(spmd.SpmdError, match=r"data decide a size \(u0\), and a package has the same sizes"):
+        program.package("p.pt2")
 
 
 @pytest.mark.parametrize(

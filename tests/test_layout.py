@@ -12,7 +12,7 @@ LINES = 600
 LEVELS = (
     ("symbolic", "progress"),
     ("placements", "collectives"),
-    ("resampling", "dtensors", "cost", "dims"),
+    ("masks", "resampling", "dtensors", "cost", "dims"),
     ("decompositions", "ir"),
     ("bodies",),
     ("annotations", "draws", "rules", "redistribute", "text", "simulate"),
@@ -40,7 +40,8 @@ LEVELS = (
      "passes.overlap", "passes.split"),
     ("passes",),
     ("explain",),
-    ("dynamo", "joint"),
+    ("dynamo",),
+    ("sizes", "symints"),
     ("joint",),
     ("capture", "local_map", "lower"),
     ("aot",),
@@ -55,7 +56,8 @@ LEVELS = (
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 
 # Supporting a new torch means reading these files.
-PRIVATE = {"aot", "capture", "dtensors", "dynamo", "joint", "lower", "runtime", "simulate"}
+PRIVATE = {"aot", "capture", "dtensors", "dynamo", "joint", "lower", "runtime", "simulate", "sizes",
+           "symints"}
 # The type of an operator has no public name.
 EVERYWHERE = {"torch._ops.OpOverload", "torch.utils._pytree"}
 

@@ -123,22 +123,130 @@ def test_A1_beyond(name):
         exported(lambda x: weighted(SLICES[name](x)), (x,), (placement,), {"dp": 2, "tp": 2}, profile="bytes")
 
 
-def check_mask(placement):
-    """A mask's selection has a size that depends on data: the error says so, and what to write instead."""
-    torch.manual_seed(0)
+# What a mask selects has a size that data decide: a program names it (u0) and serves every number of elements.
+SELECTIONS = {
+    "elements": lambda x, w: weighted(x[x > 0]),
+    "rows": lambda x, w: weighted(x[x[:, 0] > 0]),
+    "rows_matmul": lambda x, w: weighted(x[x[:, 0] > 0] @ w),
+    "mask_of_another": lambda x, w: weighted(x[w[:, 0] > 0].exp()) if len(w) == len(x) else weighted(x[x.t()[0] > 0]),
+    "mean": lambda x, w: x[x > 0].mean(),
+    "mean_of_rows": lambda x, w: weighted(x[x[:, 0] > 0].mean(0)),
+    "two_masks": lambda x, w: x[x > 0].mean() + x[x < 0.5].square().sum(),
+    "a_mask_of_a_selection": lambda x, w: weighted((lambda y: y[y[:, 1] > 0] @ w)(x[x[:, 0] > 0])),
+    "one_mask_twice": lambda x, w: weighted(x[x > 0] * x.exp()[x > 0]),
+    "beside_a_dim": lambda x, w: weighted(x.t()[:, x[:, 0] > 0]),
+    "beside_an_index": lambda x, w: weighted(x[x[:, 0] > 0][:, torch.tensor([0, 2, 2])]),
+    "masked_select": lambda x, w: weighted(torch.masked_select(x, x[:, :1] > 0)),
+    "nonzero": lambda x, w: weighted(x[:, 1][(x[:, 0] > 0).nonzero().squeeze(1)]) + x.nonzero().double().sum(),
+    "where": lambda x, w: weighted(x[torch.where(x > 0)]),
+    "put": lambda x, w: weighted(x.exp().index_put((x > 0,), x[x > 0].sin())),
+    "put_other": lambda x, w: weighted(x.masked_scatter(x > 0, w.flatten()[w.flatten() > -9].repeat(4))),
+    "repeats": lambda x, w: weighted(torch.repeat_interleave(x, (x[:, 0] > 0).long() * 2, dim=0)),
+    "unique": lambda x, w: torch.unique((x * 2).long()).double().sum() + x.sum(),
+    "unique_counts": lambda x, w: weighted(torch.cat([t.double().flatten() for t in torch.unique(
+        (x * 2).long(), return_inverse=True, return_counts=True)])) + x.sum(),
+    "joined": lambda x, w: weighted(torch.cat([x[x[:, 0] > 0], x, x[x[:, 1] > 0]]).softmax(0)),
+    "flattened": lambda x, w: weighted(x[x[:, 0] > 0].reshape(-1) * 2),
+    "labelled": lambda x, w: F.cross_entropy(
+        (x @ w)[x[:, 0] < 0.5], torch.where(x[:, 0] < 0.5, x[:, 1].gt(0).long(), -100)[x[:, 0] < 0.5], reduction="sum"),
+    "integers": lambda x, w: (lambda n: n[n > 0].sum() + x.sum())((x * 5).long()),
+}  # fmt: skip
+PIECES = [{}, {"x": {"tp": S0}}, {"x": {"tp": S1}}, {"x": {"tp": S0}, "w": {"tp": S1}}, {"x": {"tp": S1}, "w": {"tp": S0}}]
+
+
+def drawn(step):
+    """Numbers of either sign, then none above zero (an empty selection), then all."""
+    torch.manual_seed(step)
+    x, w = torch.randn(10, 7), torch.randn(7, 4)
+    x = [x, -x.abs() - 0.1, x.abs() + 0.1][step % 3]
+    return x.requires_grad_(), w.requires_grad_()
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_A1_selection(name):
+    function = SELECTIONS[name]
+    for mesh, pieces in [*(({"tp": 2}, p) for p in PIECES), ({"dp": 2, "tp": 2}, {"x": {"dp": S0, "tp": S1}})]:
+        program = export(function, drawn(0), mesh=mesh, placements=pieces, backward=True)
+        for step in range(3):
+            ours, theirs = drawn(step), drawn(step)
+            got, grads = program.simulate(*ours)
+            want = function(*theirs)
+            want.backward()
+            torch.testing.assert_close(got, want, equal_nan=True)
+            for k, t in zip("xw", theirs, strict=True):
+                if t.grad is not None:
+                    torch.testing.assert_close(grads[k], t.grad, equal_nan=True)
+    assert set(program.replicated_ops) <= {"aten.nonzero.default", "aten._unique2.default",
+                                           "aten.repeat_interleave.Tensor"}  # fmt: skip
+
+
+def test_A1_selection_keeps_other_dims_sharded():
+    """A mask of its own, (N,), of (N, D): rows are picked of each piece of D, and nothing is sent."""
+    def loss(x, w, mask):
+        return (x[mask] @ w).square().mean()
+
+    given = torch.randn(64, 512, requires_grad=True), torch.randn(512, 4, requires_grad=True), torch.rand(64) > 0.5
+    placements = {"x": {"tp": S1}, "w": {"tp": S0}}
+    program = export(loss, given, mesh={"tp": 4}, placements=placements, backward=True)
+    assert [(c.kind, c.shape) for c in program.collectives] == [("all_reduce", (67, 4))]
+    assert str(program.dims["u0"]) == "u0=67 in 0..64"
+    assert "f32[u0, 512 | u0, 128]" in program.text()
+    assert program.replicated_ops == ("aten.nonzero.default",)
+    rows = export(loss, given, mesh={"tp": 4}, placements={"x": {"tp": S0}}, backward=True)
+    for p in (program, rows):
+        got, grads = p.simulate(*given)
+        theirs = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+        want = loss(*theirs)
+        want.backward()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(grads["x"], theirs[0].grad)
+        torch.testing.assert_close(grads["w"], theirs[1].grad)
+
+
+def test_A1_selection_as_an_output():
+    x, w = drawn(0)
+    program = export(lambda x, w: x[x[:, 0] > 0] @ w, (x, w), mesh={"tp": 2},
+                     placements={"w": {"tp": S1}, "out": {"tp": S1}})  # fmt: skip
+    for step in range(3):
+        x, w = drawn(step)
+        torch.testing.assert_close(program.simulate(x, w), x[x[:, 0] > 0] @ w)
+    assert program.collectives == ()
+    with pytest.raises(SpmdError, match=r"output 'out' \(.*test_A_slicing.py:\d+\): .* cuts dim 0, .* depends on data"):
+        export(lambda x: x[x > 0], (x,), mesh={"tp": 2}, placements={"out": {"tp": S0}})
+    with pytest.raises(SpmdError, match="returns a number that depends on data"):
+        export(lambda x: x[x > 0].shape[0], (x,), mesh={"tp": 2})
+
+
+def check_selection(name, placements, lower):
+    """On real processes, forward and backward, with one program for all numbers of elements."""
+    function = SELECTIONS[name] if name != "output" else lambda x, w: x[x[:, 0] > 0] @ w
     mesh = pair_mesh()
-    x = torch.randn(10, 7)
-    ours = distribute_tensor(x, mesh, [placement])
-    with pytest.raises(Exception, match=r"test_A_slicing.py:\d+: aten.(nonzero|index).* depends on data.*torch.where"):
-        compiled(lambda x: x[x > 0].sum())(ours)
-    close(compiled(lambda x: torch.where(x > 0, x, 0).sum())(ours), x[x > 0].sum())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    program = compiled(function, lower=lower)
+    for step in range(3):
+        theirs = drawn(step)
+        ours = [distribute_tensor(t.detach(), mesh, p).requires_grad_() for t, p in zip(theirs, placements, strict=True)]
+        got, want = program(*ours), function(*theirs)
+        torch.testing.assert_close(whole(got), want, equal_nan=True)
+        tangent = torch.randn(want.shape)
+        want.backward(tangent)
+        got.backward(distribute_tensor(tangent, mesh, [R]))
+        for t, o in zip(theirs, ours, strict=True):
+            if t.grad is not None:
+                torch.testing.assert_close(whole(o.grad), t.grad, equal_nan=True)
+                assert o.grad.placements == o.placements
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("placement", [R, S0], ids=str)
-def test_A1_selection_by_mask(gloo4, placement):
-    gloo4(check_mask, placement)
-    with pytest.raises(SpmdError, match="depends on data"):
-        export(lambda x: x[x > 0], (torch.randn(4),), mesh={"dp": 2})
+@pytest.mark.parametrize("placements", [([R], [R]), ([S0], [S1]), ([S1], [S0])], ids=str)
+def test_A1_selection_on_processes(gloo4, placements):
+    for name in ("rows_matmul", "two_masks", "put", "labelled", "output"):
+        gloo4(check_selection, name, placements, "eager")
+
+
+def test_A1_selection_through_inductor(gloo4):
+    gloo4(check_selection, "output", ([S0], [S1]), "inductor")
 
 
 # --- A2: random draws ---------------------------------------------------------------------------------------

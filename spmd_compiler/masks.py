@@ -1,0 +1,81 @@
+"""Decompositions of ops that a mask steers: what it lets through, and what it selects."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+aten = torch.ops.aten
+
+
+def _numbered(mask: Tensor) -> Tensor:
+    """For each element the number of those let through before it."""
+    return mask.reshape(-1).cumsum(0) - mask.reshape(-1).long()
+
+
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements of ``source``, in order, where ``mask`` holds."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    source = source.reshape(-1)
+    if is_open(source):  # there may be none
+        source = torch.cat([source, source.new_zeros(1)])
+    elif source.numel() == 0:
+        return x.clone()
+    at = _numbered(mask).clamp_max(source.numel() - 1)
+    return torch.where(mask, source.index_select(0, at).reshape(x.shape), x)
+
+
+def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Any) -> Tensor:
+    """The gradient of ``source``: what ``mask`` lets through, in order, then zeros."""
+    mask = mask.expand(grad.shape)
+    count = math.prod(sizes)
+    if isinstance(count, torch.SymInt) and free_unbacked_symbols(count):  # maybe none: one more takes what is left
+        at = torch.minimum(_numbered(mask), torch.full((), count, device=mask.device))
+        made = grad.new_zeros(count + 1).index_add(0, at, torch.where(mask, grad, 0).reshape(-1))
+        return made[:count].reshape(sizes)
+    made = grad.new_zeros(count)
+    if made.numel() == 0 or grad.numel() == 0:
+        return made.reshape(sizes)
+    at = _numbered(mask).clamp_max(made.numel() - 1)
+    return made.index_add(0, at, torch.where(mask, grad, 0).reshape(-1)).reshape(sizes)
+
+
+# --- what a mask selects, a size that data decide: positions first, so that the lookup is one of rows ---------------
+
+
+def is_open(x: Tensor) -> bool:
+    """Whether data decide a size."""
+    return any(isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in x.shape)
+
+
+def _positions(indices: Any) -> list[Any]:
+    """Indices with the positions of a mask's elements, one index for each dim of it, in its place."""
+    found: list[Any] = []
+    for index in indices:
+        mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        found += index.nonzero().unbind(1) if mask else [index]
+    return found
+
+
+def _masks(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) and i.dim() > 0 for i in indices)
+
+
+def index(x: Tensor, indices: Any) -> Any:
+    return aten.index.Tensor(x, _positions(indices)) if _masks(indices) else NotImplemented
+
+
+def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    """With a mask, where there is a value for each element."""
+    if not _masks(indices) or not is_open(values):
+        return NotImplemented
+    return aten.index_put.default(x, _positions(indices), values, accumulate)
+
+
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x[mask]
