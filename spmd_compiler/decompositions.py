@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import index, index_put, masked_scatter, masked_scatter_backward, masked_select
+from .masks import SPREADS, index, index_put, masked_scatter, masked_scatter_backward, masked_select
 from .placements import SpmdError
 from .resampling import RESIZES, adaptive_avg_pool, adaptive_max_pool, grid_sample, max_unpool, resize_by, resize_to
 
@@ -463,7 +463,7 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 EARLY = (
     aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
-    aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default, aten.masked_select.default,
+    aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default, aten.masked_select.default, *SPREADS,
 )  # fmt: skip
 
 
@@ -527,5 +527,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.index.Tensor: index,
         aten.index_put.default: index_put,
         aten.masked_select.default: masked_select,
+        **SPREADS,
         aten.glu.default: glu,
     }

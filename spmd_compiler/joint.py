@@ -61,12 +61,17 @@ def _first(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Calla
     return decomposed
 
 
-def _below(op: Any) -> Callable[..., Any]:
-    """The op without a gradient."""
+def _native(op: Any, key: Any) -> Callable[..., Any]:
+    """The op by torch's own kernel, where Python's takes its place."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        kernel = op.py_kernels.pop(key)
+        op._dispatch_cache.clear()
+        try:
             return op(*args, **kwargs)
+        finally:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
 
     return call
 
@@ -149,7 +154,7 @@ def _own_kernels() -> Iterator[None]:
     saved = [op.py_kernels.get(key) for op, key in replaced]
     try:
         for op, key in replaced:
-            op.py_kernels[key] = _first(table()[op], op.py_kernels.get(key) or _below(op))
+            op.py_kernels[key] = _first(table()[op], op.py_kernels.get(key) or _native(op, key))
             op._dispatch_cache.clear()
         yield
     finally:

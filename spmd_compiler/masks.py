@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,3 +80,31 @@ def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False)
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     x, mask = torch.broadcast_tensors(x, mask)
     return x[mask]
+
+
+# --- moments of a selection: torch's own gradient asks whether there are two elements -----------------------------
+
+
+def _spread(root: bool, with_mean: bool) -> Callable[..., Any]:
+    def decomposed(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+        if not is_open(x) or x.is_complex():
+            return NotImplemented
+        at = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+        mean = x.mean(at, keepdim=True)
+        found = (x - mean).square().sum(at, keepdim)
+        count = math.prod(x.shape[d] for d in at)
+        found = found / torch.sym_max(count - (1 if correction is None else correction), 0)
+        if root:
+            zero = found == 0
+            found = torch.where(zero, found, found.masked_fill(zero, 1).sqrt())
+        if not with_mean:
+            return found
+        return found, mean if keepdim else mean.squeeze(at)
+
+    return decomposed
+
+
+SPREADS = {
+    aten.var.correction: _spread(False, False), aten.std.correction: _spread(True, False),
+    aten.var_mean.correction: _spread(False, True), aten.std_mean.correction: _spread(True, True),
+}  # fmt: skip

@@ -130,6 +130,7 @@ SELECTIONS = {
     "rows_matmul": lambda x, w: weighted(x[x[:, 0] > 0] @ w),
     "mask_of_another": lambda x, w: weighted(x[w[:, 0] > 0].exp()) if len(w) == len(x) else weighted(x[x.t()[0] > 0]),
     "mean": lambda x, w: x[x > 0].mean(),
+    "spread": lambda x, w: x[x > 0].var() + sum(map(torch.sum, torch.std_mean(x[x[:, 0] > 0], 0, correction=0))),
     "mean_of_rows": lambda x, w: weighted(x[x[:, 0] > 0].mean(0)),
     "two_masks": lambda x, w: x[x > 0].mean() + x[x < 0.5].square().sum(),
     "a_mask_of_a_selection": lambda x, w: weighted((lambda y: y[y[:, 1] > 0] @ w)(x[x[:, 0] > 0])),
@@ -164,8 +165,10 @@ def drawn(step):
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_A1_selection(name):
-    function = SELECTIONS[name]
-    for mesh, pieces in [*(({"tp": 2}, p) for p in PIECES), ({"dp": 2, "tp": 2}, {"x": {"dp": S0, "tp": S1}})]:
+    function, turn = SELECTIONS[name], list(SELECTIONS).index(name)
+    cases = [({"tp": 2}, PIECES[turn % 5]), ({"tp": 2}, PIECES[(turn + 2) % 5])]
+    cases += [({"dp": 2, "tp": 2}, {"x": {"dp": S0, "tp": S1}})] * (turn % 3 == 0)
+    for mesh, pieces in cases:
         program = export(function, drawn(0), mesh=mesh, placements=pieces, backward=True)
         for step in range(3):
             ours, theirs = drawn(step), drawn(step)
