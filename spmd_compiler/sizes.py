@@ -88,7 +88,7 @@ class _Sizes:
             where = f"{node.name} ({source_line(node)})"
             if node.op == "get_attr" and (self.of_user or unbacked(value)):
                 raise SpmdError(
-                    f"{where}: the body of a higher-order operator has no sizes that are dynamic or depend on data; "
+                    f"{where}: the body of a higher-order operator has no dynamic dims, nor sizes that depend on data; "
                     "give static shapes, or compute what has them outside of it"
                 )
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
