@@ -55,8 +55,6 @@ def _windows(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def adaptive_avg_pool(x: Tensor, sizes: Any) -> Tensor:
     """The mean of each window, a dim after the other."""
     lead = x.dim() - len(sizes)
-    if x.numel() == 0:
-        return NotImplemented
     if (kernel := _kernel(x.shape[lead:], sizes)) is not None:
         return (aten.avg_pool2d if len(sizes) == 2 else aten.avg_pool3d)(x, kernel, kernel)
     y = wider(x)

@@ -253,6 +253,7 @@ for shape, size in (((8, 4, 4), [2, 2]), ((2, 3, 11, 8), [4, 5]), ((1, 1, 5, 6),
     case(aten._adaptive_avg_pool2d.default, lambda s, n=shape, m=size: [s.f(*n), m], to=DECOMPOSED)
     case(aten.adaptive_max_pool2d.default, lambda s, n=shape, m=size: [s.f(*n), m], to=DECOMPOSED)
 case(aten._adaptive_avg_pool3d.default, lambda s: [s.f(1, 2, 5, 4, 6), [3, 2, 4]], to=DECOMPOSED)
+case(aten._adaptive_avg_pool2d.default, lambda s: [s.f(0, 2, 8, 7), [4, 5]], to=DECOMPOSED)
 PADS = (  # shape, pad
     ((2, 3, 8), [2, 1]),
     ((1, 9), [5, 3]),
