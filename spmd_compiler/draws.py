@@ -278,7 +278,10 @@ def _multinomial(w: Write, n: Node) -> Node | None:
     race = w.call(aten.div.Tensor, weights, w.draw("exponential", value))
     if count == 1:
         return w.call(aten.argmax.default, race, -1, True)
-    return w.call(operator.getitem, w.call(aten.topk.default, race, count), 1)
+    if 2 * count <= value.shape[-1]:
+        return w.call(operator.getitem, w.call(aten.topk.default, race, count), 1)
+    order = w.call(aten.sort.stable, race, stable=True, descending=True)
+    return w.call(aten.slice.Tensor, w.call(operator.getitem, order, 1), value.dim() - 1, 0, count)
 
 
 def _permutation(w: Write, n: Node) -> Node:
