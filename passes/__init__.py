@@ -8,8 +8,11 @@ Each pass is one module with one public function; passes never import each other
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ..bodies import captured as body_of
 from ..bodies import drop_unread, with_bodies
@@ -28,7 +31,9 @@ from ..family import (
 )
 from ..ir import Captured, Partitioned
 from ..memory import Memory, peak
+from ..placements import SpmdError
 from ..progress import stage
+from ..text import captured_text, program_text
 from . import annotate, bucket, overlap, pad, partition, propagate, simplify, unmerge
 
 
@@ -37,7 +42,8 @@ class Options:
     """How to compile.  ``profile`` prices the plan (with ``overlap``, what may hide behind computation does;
     with ``buckets``, small collectives are joined); ``verify`` re-derives and simulates the result.
 
-    ``memory`` bounds what a device holds.
+    ``memory`` bounds what a device holds.  ``dump`` names a folder for the text after each pass, on every rank alike:
+    ``NAME/1-annotate.txt``, ``NAME/2-unmerge.txt``... of the first program called NAME in a process, then ``NAME.2``.
     """
 
     profile: str | Profile | None = None
@@ -46,6 +52,7 @@ class Options:
     memory: Memory | None = None
     overlap: bool = False
     buckets: bool = False
+    dump: Any = None  # a path
 
     def prices(self) -> Profile:
         found = profile_of(self.profile)
@@ -53,12 +60,45 @@ class Options:
         return dataclasses.replace(found, overlap=overlap, buckets=buckets)
 
 
+PREPARING = {"annotate": annotate.run, "unmerge": unmerge.run, "pad": pad.run}
+ORDERING = {"bucket": bucket.run, "overlap": overlap.run}
+Dump = Callable[[str, Any], None]  # of a graph after a pass
+_named: dict[tuple[str, str], int] = {}  # how many programs of a name were dumped in a folder
+
+
+def _unseen(name: str, found: Any) -> None:
+    """The dump of nothing."""
+
+
+def _dump(folder: Any, program: str) -> Dump:
+    """What writes the texts of a program's graphs, numbered, in a folder of its own within ``folder``."""
+    if folder is None:
+        return _unseen
+    if not isinstance(folder, (str, os.PathLike)):
+        raise SpmdError(f"dump is the path of a folder, not {folder!r}")
+    key = (os.fspath(folder), program)
+    _named[key] = count = _named.get(key, 0) + 1
+    place = Path(folder) / (program if count == 1 else f"{program}.{count}")
+    texts: list[str] = []
+
+    def write(name: str, found: Any) -> None:
+        texts.append(program_text(found) if isinstance(found, Partitioned) else captured_text(found))
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{len(texts)}-{name}.txt").write_text(texts[-1], encoding="utf-8")
+        except OSError as error:
+            raise SpmdError(f"the passes' texts can't be written: {error}") from None
+
+    return write
+
+
 def run(captured: Captured, options: Options = Options()) -> Partitioned:
     """Partition a captured graph.
 
     Raises `SpmdError` where a placement of the user's cannot be met.
     """
-    local = (_of_data if captured.data else _of_sizes)(captured, options)
+    dump = _dump(options.dump, captured.name)
+    local = (_of_data if captured.data else _of_sizes)(captured, options, dump)
     if options.verify:
         from ..verify import verify
 
@@ -66,46 +106,62 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
     return local
 
 
-def _of_sizes(captured: Captured, options: Options) -> Partitioned:
-    return plan(prepared(captured), options.prices(), options.memory)
+def _of_sizes(captured: Captured, options: Options, dump: Dump) -> Partitioned:
+    return plan(prepared(captured, dump), options.prices(), options.memory, dump)
 
 
-def _of_data(captured: Captured, options: Options) -> Partitioned:
+def _of_data(captured: Captured, options: Options, dump: Dump) -> Partitioned:
     """Partition a graph in which data decide sizes: planned at their hints, its integers are expressions of them."""
     samples = data_samples(captured)
-    whole = common_global(samples, [prepared(member(captured, s)) for s in samples.sizes()])
-    return plan(dataclasses.replace(whole, data=captured.data), options.prices(), options.memory)
+    members = [member(captured, s) for s in samples.sizes()]
+    whole = common_global(samples, [prepared(members[0], dump), *map(prepared, members[1:])])
+    return plan(dataclasses.replace(whole, data=captured.data), options.prices(), options.memory, dump)
 
 
-def prepared(captured: Captured) -> Captured:
+def prepared(captured: Captured, dump: Dump = _unseen) -> Captured:
     """A captured graph and its bodies, ready for the solver."""
     stage(f"preparing {len(captured.graph.graph.nodes)} nodes")
-    found = pad.run(unmerge.run(annotate.run(captured)))
+    found = captured
+    for name, prepare in PREPARING.items():
+        found = prepare(found)
+        dump(name, found)
     found = with_bodies(found, lambda body: prepared(body_of(body, captured.mesh)).graph)
     drop_unread(found.graph)
     return found
 
 
-def plan(annotated: Captured, profile: Profile, memory: Memory | None = None) -> Partitioned:
+def plan(
+    annotated: Captured, profile: Profile, memory: Memory | None = None, dump: Dump = _unseen
+) -> Partitioned:
     """Partition a graph that is annotated already."""
     if not annotated.data:
-        return _written(annotated, _plan(annotated, profile, memory), profile)
+        return _written(annotated, _plan(annotated, profile, memory), profile, dump=dump)
     profile = dataclasses.replace(profile, buckets=False)
     samples = data_samples(annotated)
     members = [member(annotated, s) for s in samples.sizes()]
     chosen = _plan(members[0], profile, memory)
     decisions = propagate.decided(chosen)
     plans = [chosen, *(propagate.decide(m, decisions, m.mesh, profile) for m in members[1:])]
-    local = common(samples, [_written(m, p, profile) for m, p in zip(members, plans, strict=True)])
+    first = _written(members[0], plans[0], profile, dump=dump)
+    others = [_written(m, p, profile) for m, p in zip(members[1:], plans[1:], strict=True)]
+    local = common(samples, [first, *others])
     return dataclasses.replace(local, captured=annotated)
 
 
-def _written(annotated: Captured, plan: propagate.Plan, profile: Profile, alike: bool = False) -> Partitioned:
+def _written(
+    annotated: Captured, plan: propagate.Plan, profile: Profile, alike: bool = False, dump: Dump = _unseen
+) -> Partitioned:
     """The local graph of a plan; ``alike``: what is right at some sizes alone, what to join and what hides, is left."""
     stage("writing the local graph")
     orders = dataclasses.replace(profile, buckets=False, overlap=False) if alike else profile
-    written = simplify.run(partition.run(annotated, plan, annotated.mesh, profile))
-    return overlap.run(bucket.run(written, orders), orders)
+    local = partition.run(annotated, plan, annotated.mesh, profile)
+    dump("partition", local)
+    local = simplify.run(local)
+    dump("simplify", local)
+    for name, order in ORDERING.items():
+        local = order(local, orders)
+        dump(name, local)
+    return local
 
 
 def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propagate.Plan:
@@ -126,9 +182,10 @@ def run_family(captured: Captured, options: Options = Options()) -> tuple[Partit
     dims = captured.dims
     assert dims is not None
     profile = options.prices()
-    annotated = prepared(member(captured, dims.hints))
+    dump = _dump(options.dump, captured.name)
+    annotated = prepared(member(captured, dims.hints), dump)
     chosen = _plan(annotated, profile, options.memory)
-    local = _written(annotated, chosen, profile, alike=True)
+    local = _written(annotated, chosen, profile, alike=True, dump=dump)
     decisions = propagate.decided(chosen)
     samples = Samples(dims, pieces_of(local), expressions(captured))
     members = [local, *(at(captured, decisions, sizes, profile) for sizes in samples.sizes()[1:])]

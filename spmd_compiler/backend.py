@@ -31,7 +31,8 @@ class BackendOptions:
     simulates it, ``lower`` is ``"inductor"`` or ``"eager"``, ``mesh`` is the mesh of a program without DTensors.
     Within ``memory_budget`` bytes a device, which count ``optimizer_states`` times the bytes of what trains, gathered
     parameters are kept for the backward where that pays.  ``overlap`` and ``buckets`` are those of `export`;
-    ``forbid``, ``expect``, ``max_wire_bytes`` and ``max_memory`` are a contract, as `export` takes it.
+    ``forbid``, ``expect``, ``max_wire_bytes`` and ``max_memory`` are a contract, as `export` takes it; ``dump`` is a
+    folder for the text after each pass.
     """
 
     profile: str | Profile | None = None
@@ -46,6 +47,7 @@ class BackendOptions:
     expect: Any = None
     max_wire_bytes: float | str | None = None
     max_memory: float | str | None = None
+    dump: Any = None
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> BackendOptions:
@@ -84,7 +86,9 @@ def spmd(
     if front is None:
         return _plain(gm, example_inputs, chosen)
     contract, memory = chosen.contract().on(front.captured.mesh), chosen.memory()
-    how = passes.Options(chosen.profile, chosen.verify, chosen.lower, memory, chosen.overlap, chosen.buckets)
+    how = passes.Options(
+        chosen.profile, chosen.verify, chosen.lower, memory, chosen.overlap, chosen.buckets, chosen.dump
+    )  # fmt: skip
     program = passes.run(front.captured, how)
     enforce(program, contract, chosen.optimizer_states, memory)
     halves = compile_halves(program, front.device_mesh, chosen.lower)

@@ -62,11 +62,12 @@ def main() -> None:
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="Of hf:KIND: its configuration, as JSON.")
 @click.option("--batch", default=8, type=click.IntRange(min=1), show_default=True, help="Of hf:KIND: sequences a step.")
 @click.option("--length", default=2048, type=click.IntRange(min=1), show_default=True, help="And tokens a sequence.")
+@click.option("--dump", type=click.Path(file_okay=False), help="A folder for the text after each pass.")
 @click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
     target: str, mesh: str, profile: str | None, overlap: bool, buckets: bool, file: str | None, backward: bool | None,
     level: str, forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None,
-    to: str | None, config: str | None, batch: int, length: int,
+    dump: str | None, to: str | None, config: str | None, batch: int, length: int,
 ) -> None:  # fmt: skip
     """Plan what FUNCTION returns, or a training step of a language model of transformers, and print the program.
 
@@ -90,6 +91,8 @@ def plan(
         asked |= {k: True for k, given in (("overlap", overlap), ("buckets", buckets)) if given}
         if backward is not None:
             asked["backward"] = backward
+        if dump is not None:
+            asked["dump"] = dump
         contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}
         asked |= {k: v for k, v in contract.items() if v}
         with shown(), _rarely_collecting():

@@ -100,7 +100,7 @@ def weighted(problem: Problem, hidden: Collection[int], share: float) -> Problem
     ]
     hubs = [dataclasses.replace(h) for h in problem.hubs]
     for i in hidden:
-        hubs[i].element *= share  # type: ignore[assignment]  # bytes an element, of which a part shows
+        hubs[i].element *= share
     return dataclasses.replace(problem, variables=variables, hubs=hubs)
 
 

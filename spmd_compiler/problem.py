@@ -50,7 +50,7 @@ class Hub:
     source: tuple[int, int]
     consumers: list[tuple[int, int]]
     shape: tuple[int, ...]
-    element: int
+    element: float  # bytes, or what part of them is priced (`hidden`)
     tied: bool = False
 
 

@@ -348,6 +348,7 @@ def export(
     overlap: bool = False,
     buckets: bool = False,
     dynamic_shapes: Any = None,
+    dump: Any = None,
 ) -> Program:
     """Plan a program on a mesh that need not exist: a module, a function, or a `torch.export.ExportedProgram`.
 
@@ -376,6 +377,8 @@ def export(
     Placements are chosen, and budget and contract kept, at the sizes of ``args``; one program then simulates and runs
     at all sizes that its guards allow (`Program.guards`: what is cut evenly in the example must be cut evenly), planned
     for each at its first call.
+
+    ``dump`` names a folder for the text after each pass.
     """
     mesh = Mesh.of(mesh)
     contract = Contract.of(forbid, expect, max_wire_bytes, max_memory).on(mesh)
@@ -393,7 +396,7 @@ def export(
         dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
     chosen.check()
-    options = passes.Options(profile, verify, memory=memory, overlap=overlap, buckets=buckets)
+    options = passes.Options(profile, verify, memory=memory, overlap=overlap, buckets=buckets, dump=dump)
     family = None
     if captured.dims is None:
         local = passes.run(captured, options)

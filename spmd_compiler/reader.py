@@ -113,25 +113,25 @@ class _Scanner:
         self.end()
         return name, mesh, profile, level
 
-    def memory(self) -> tuple[tuple[str, int], ...]:
-        self.skip("memory  ")
+    def parts(self, head: str, pattern: str, expected: str) -> list[re.Match[str]]:
+        """What stands between commas behind ``head``."""
+        self.skip(head)
         found = []
         for part in self.row[self.at :].split(", "):
-            match = re.fullmatch(r"(\w+) (?:(\d+) B|[\d.]+ \w+ \((\d+) B\))", part)
+            match = re.fullmatch(pattern, part)
             if match is None:
-                raise self.fail("a kind and its bytes")
-            found.append((match[1], int(match[2] or match[3])))
-        return tuple(found)
+                raise self.fail(expected)
+            found.append(match)
+            self.at += len(part) + 2
+        return found
+
+    def memory(self) -> tuple[tuple[str, int], ...]:
+        found = self.parts("memory  ", r"(\w+) (?:(\d+) B|[\d.]+ \w+ \((\d+) B\))", "a kind and its bytes")
+        return tuple((m[1], int(m[2] or m[3])) for m in found)
 
     def dims(self) -> tuple[Dim, ...]:
-        self.skip("dims  ")
-        found = []
-        for part in self.row[self.at :].split(", "):
-            match = re.fullmatch(r"(\w+)=(\d+) in (\d+)\.\.(\d*)", part)
-            if match is None:
-                raise self.fail("a dim such as batch=8 in 2..64")
-            found.append(Dim(match[1], int(match[2]), int(match[3]), int(match[4]) if match[4] else None))
-        return tuple(found)
+        found = self.parts("dims  ", r"(\w+)=(\d+) in (\d+)\.\.(\d*)", "a dim such as batch=8 in 2..64")
+        return tuple(Dim(m[1], int(m[2]), int(m[3]), int(m[4]) if m[4] else None) for m in found)
 
     def guard(self, names: Collection[str]) -> Guard:
         self.skip("guard  ")

@@ -109,12 +109,12 @@ def moves(spec: Spec, shape: tuple[int, ...], mesh: Mesh, uneven: Collection[tup
     return found
 
 
-def result_bytes(move: Move, shape: Sequence[int], element: int, mesh: Mesh) -> int:
+def result_bytes(move: Move, shape: Sequence[int], element: float, mesh: Mesh) -> float:
     """Bytes of a move's result on one device, uneven pieces padded."""
     return math.prod(_ceil_shape(move.target, shape, mesh)) * element
 
 
-def move_price(move: Move, shape: Sequence[int], element: int, mesh: Mesh, profile: Profile) -> float:
+def move_price(move: Move, shape: Sequence[int], element: float, mesh: Mesh, profile: Profile) -> float:
     """Seconds of one move: its collective; a slice is a view and free, like a relabelling."""
     if move.kind in LOCAL:
         return 0.0

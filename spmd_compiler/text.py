@@ -41,7 +41,7 @@ from torch.fx import Graph, Node
 from . import collectives as coll
 from .collectives import KINDS, is_collective
 from .dims import Dims
-from .ir import Partitioned, body_of, is_tensor, source_line
+from .ir import Captured, Partitioned, body_of, is_tensor, source_line
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import IntExpr, sized
 
@@ -431,6 +431,17 @@ def summary(text: Text) -> str:
         made = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
         lines.append(f"# {axis} {phase}  {readable(sent)} in {made}")
     return "\n".join([*text.at("summary").header(), *lines]) + "\n"
+
+
+def captured_text(captured: Captured) -> str:
+    """A graph in global shapes, before it is partitioned: the user's placements are those of inputs and outputs."""
+    graph = captured.graph.graph
+    inputs = [(i.kind, i.name) for i in captured.inputs]
+    outputs = [(o.kind, o.name, o.spec) for o in captured.outputs]
+    specs = iter(i.spec for i in captured.inputs)
+    lines = [dataclasses.replace(k, spec=next(specs)) if k.op in INPUTS and not k.depth else k
+             for k in _lines(graph, inputs, outputs, {}, 0)]  # fmt: skip
+    return str(Text(captured.name, captured.mesh, "", tuple(lines)))
 
 
 def program_text(local: Partitioned) -> str:

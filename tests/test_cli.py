@@ -86,7 +86,9 @@ def test_plan(run):
 
 
 def test_dicts_and_profiles(run):
-    found = run("plan", "job.py:dict_of", "--mesh", "dp=8", "--profile", "mine.toml", "--level", "summary")
+    given = ("--profile", "mine.toml", "--level", "summary", "--dump", "passes")
+    found = run("plan", "job.py:dict_of", "--mesh", "dp=8", *given)
+    assert len(list(Path("passes/Sequential").iterdir())) == 7
     assert found.exit_code == 0 and "mesh(dp=8)" in found.output  # the option, not the dict's own mesh
 
 

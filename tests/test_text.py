@@ -1,5 +1,7 @@
 """The text of a small program, whole; texts that round-trip; errors of the reader."""
 
+import dataclasses
+
 import pytest
 import test_llama
 import test_programs
@@ -158,3 +160,26 @@ def test_paths_are_those_within_a_project_or_a_package(tmp_path):
     assert project_path(str(tmp_path / "src" / "net.py")) == "src/net.py"
     assert project_path("/a/lib/python3/site-packages/models/net.py") == "models/net.py"
     assert project_path("/nowhere/net.py") == project_path("net.py") == "net.py"
+
+
+def test_the_text_after_each_pass(tmp_path):
+    def plan(dump):
+        return spmd.export(
+            torch.nn.Sequential(Block(), test_programs.Square()), (torch.zeros(8, 16),), mesh={"a": 2}, name="block",
+            profile="bytes", placements={"0.up.weight": {"a": Shard(0)}}, backward=True, dump=dump,
+        )  # fmt: skip
+
+    program = plan(tmp_path)
+    texts = {p.name: p.read_text() for p in sorted((tmp_path / "block").iterdir())}
+    assert list(texts) == [f"{i}-{name}.txt" for i, name in enumerate(
+        ("annotate", "unmerge", "pad", "partition", "simplify", "bucket", "overlap"), 1)]  # fmt: skip
+    assert all(str(parse(text)) == text and ' = param "0.up.weight"' in text for text in texts.values())
+    assert "all_reduce[a, sum]" not in texts["3-pad.txt"] and "{a: S(0)}" in texts["1-annotate.txt"]
+    assert spmd.diff(texts["4-partition.txt"], texts["5-simplify.txt"]).placements == ()
+    assert texts["7-overlap.txt"] == str(dataclasses.replace(parse(program.text()), memory=()))
+    plan(str(tmp_path))  # of the same name
+    assert {p.name: p.read_text() for p in (tmp_path / "block.2").iterdir()} == texts
+    (tmp_path / "file").write_text("")
+    for dump, words in ((tmp_path / "file", "can't be written"), (3, "the path of a folder, not 3")):
+        with pytest.raises(spmd.SpmdError, match=words):
+            plan(dump)
