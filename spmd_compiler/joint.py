@@ -109,7 +109,7 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
         with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers(), fixed:
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise depends_on_data(_user_line(error), str(error) or type(error).__name__) from error
+        raise depends_on_data(_user_line(error), _what(error)) from error
     except GuardOnDataDependentSymNode as error:
         asked = re.search(r"expression (.*?) \(unhinted", str(error))
         raise SpmdError(
@@ -192,6 +192,14 @@ def _check_values(gm: GraphModule) -> None:
                 f"{node.name} ({source_line(node)}): {node.target} makes a sparse tensor, which has no placement; use "
                 "dense ones (sparse=False in an embedding: a table sharded by rows has small gradients already)"
             )
+
+
+def _what(error: BaseException) -> str:
+    """What an error says to depend on data."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(f.name == "backward" and f.filename.endswith("_higher_order_ops/while_loop.py") for f in frames):
+        return "the backward of a while_loop, for which each turn keeps its values (a scan of as many turns has one),"
+    return str(error) or type(error).__name__
 
 
 def _user_line(error: BaseException) -> str:

@@ -97,6 +97,11 @@ def test_sharded_weights_stay_where_they_are(name, counts):
     assert program.gap == 0.0
 
 
+def test_a_while_loop_has_no_backward():
+    with pytest.raises(spmd.SpmdError, match="the backward of a while_loop, for which each turn"):
+        planned("while", backward=True)
+
+
 def test_slices_of_a_map_are_parted_between_devices():
     program, _ = planned("map", "batch", sizes=LARGE)
     assert not program.collectives
