@@ -157,10 +157,15 @@ class Sample:
         return True
 
     def weight(self, like: torch.Tensor) -> torch.Tensor:
+        def made() -> torch.Tensor:
+            return torch.arange(like.numel()).mul(0.7).cos().to(like.dtype).reshape(like.shape)
+
+        if any(isinstance(n, torch.SymInt) for n in like.shape):  # data decide it
+            return made()
         key = (like.shape, like.dtype)
         if key not in self.weights:
             with torch.utils._python_dispatch._disable_current_modes():
-                self.weights[key] = torch.arange(like.numel()).mul(0.7).cos().to(like.dtype).reshape(like.shape)
+                self.weights[key] = made()
         return self.weights[key]
 
     def truth(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
