@@ -136,14 +136,13 @@ def plan(
     """Partition a graph that is annotated already."""
     if not annotated.data:
         return _written(annotated, _plan(annotated, profile, memory), profile, dump=dump)
-    profile = dataclasses.replace(profile, buckets=False)
     samples = data_samples(annotated)
     members = [member(annotated, s) for s in samples.sizes()]
     chosen = _plan(members[0], profile, memory)
     decisions = propagate.decided(chosen)
     plans = [chosen, *(propagate.decide(m, decisions, m.mesh, profile) for m in members[1:])]
-    first = _written(members[0], plans[0], profile, dump=dump)
-    others = [_written(m, p, profile) for m, p in zip(members[1:], plans[1:], strict=True)]
+    first = _written(members[0], plans[0], profile, alike=True, dump=dump)
+    others = [_written(m, p, profile, alike=True) for m, p in zip(members[1:], plans[1:], strict=True)]
     local = common(samples, [first, *others])
     return dataclasses.replace(local, captured=annotated)
 

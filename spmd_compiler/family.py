@@ -261,7 +261,7 @@ class DataSamples(Samples):
             given, found = self.moved[differences]
             i = next(i for i, v in enumerate(given) if v != given[0])
             by = sympy.Rational(values[i] - values[0], given[i] - given[0])
-            return (found - given[0]) * by + values[0]
+            return (found - given[0]) * by + values[0] if by.is_Integer else None  # else by chance
         return None
 
 
