@@ -16,6 +16,7 @@ from ..cost import Profile
 from ..emit import emit_choice
 from ..ir import (
     Captured,
+    Draft,
     Partitioned,
     Writer,
     copy_meta,
@@ -77,7 +78,7 @@ class _Partitioner:
         attributes = {n.target: n.meta["val"] if isinstance(n.meta.get("val"), GraphModule)
                       else operator.attrgetter(n.target)(self.captured.graph)
                       for n in self.graph.find_nodes(op="get_attr")}  # fmt: skip
-        gm = GraphModule(attributes, self.graph)
+        gm = Draft(attributes, self.graph)
         count_turns(gm)
         solution = self.plan.solution
         return Partitioned(

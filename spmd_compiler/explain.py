@@ -21,7 +21,7 @@ from .collectives import KINDS, Collective, axes_of, collectives, is_collective,
 from .contracts import Contract, ContractError
 from .cost import profile_of
 from .diff import refs
-from .ir import Captured, Partitioned, body_of, is_getitem, nodes_within, source_line
+from .ir import Captured, Draft, Partitioned, body_of, is_getitem, nodes_within, source_line
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
 from .text import Line, Text, Type, readable, type_of, type_text
@@ -286,7 +286,7 @@ def _changed(captured: Captured) -> Captured:
     for old, new in env.items():
         new.meta = dict(old.meta)
     graph.output_node().meta = dict(captured.graph.graph.output_node().meta)
-    module = GraphModule(captured.graph, graph)
+    module = Draft(captured.graph, graph)
     return dataclasses.replace(captured, graph=module, inputs=list(captured.inputs), outputs=list(captured.outputs))
 
 

@@ -130,6 +130,21 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return tuple(int(s) for s in node.meta["val"].shape)
 
 
+class Draft(torch.fx.GraphModule):
+    """A graph that is read and rewritten but hardly ever run itself: its Python is written when it is."""
+
+    def recompile(self) -> Any:
+        if "forward" in vars(type(self)):  # each module has a class of its own
+            del type(self).forward
+
+    def forward(self, *args: Any) -> Any:
+        super().recompile()  # which makes another `forward`
+        return self.forward(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.fx.GraphModule(self, self.graph).__reduce__()
+
+
 def copied(captured: Captured) -> Captured:
     """The same with a graph of its own, to be rewritten."""
     graph, env = Graph(), dict[Node, Node]()
@@ -138,7 +153,7 @@ def copied(captured: Captured) -> Captured:
         new.meta = dict(old.meta)
     ends = [next(n for n in reversed(g.nodes) if n.op == "output") for g in (captured.graph.graph, graph)]
     ends[1].meta = dict(ends[0].meta)
-    return dataclasses.replace(captured, graph=torch.fx.GraphModule(captured.graph, graph))
+    return dataclasses.replace(captured, graph=Draft(captured.graph, graph))
 
 
 def nbytes(value: torch.Tensor | None) -> int:

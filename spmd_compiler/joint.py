@@ -36,7 +36,7 @@ from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec
 from .bodies import adopt
 from .decompositions import EARLY, table
 from .draws import is_random
-from .ir import Captured, Input, Output, source_line
+from .ir import Captured, Draft, Input, Output, source_line
 from .placements import Mesh, Spec, SpmdError, depends_on_data
 from .sizes import LIBRARIES
 
@@ -473,8 +473,7 @@ def assemble(
         differentiable.append(index[desc])
         inputs.append(Input(f"grad({outputs[index[desc]].name})", "tangent", outputs[index[desc]].spec))
         tangent.meta["of"] = index[desc]
-    gm.recompile()
     results = [OutputIndex(index[descriptors.PlainAOTOutput(idx=i)]) for i in range(len(labels))]
-    captured = Captured(gm, inputs, outputs, forward, mesh, name)
+    captured = Captured(Draft(gm, gm.graph), inputs, outputs, forward, mesh, name)
     needs_grad = [o.of for o in outputs if o.kind == "grad" and o.of is not None]
     return Front(captured, arguments, results, [], differentiable, needs_grad)

@@ -119,12 +119,14 @@ class End:
     weight: float
 
 
-def _least(states: int, ends: list[End], among: list[list[End]]) -> np.ndarray:
+def _least(states: int, ends: list[End], among: list[list[End]], known: dict[int, np.ndarray]) -> np.ndarray:
     """The excess of a unit of flow in each state: the least over the ends, where each node's excess is parted equally
-    between all the ends that it is ``among``."""
+    between all the ends that it is ``among``.  Those ``known``, at the present potentials, are not counted again."""
     found = np.full(states, np.inf)
     for end, others in zip(ends, among, strict=True):
-        np.minimum.at(found, end.states, end.node.excess() / (len(others) * end.weight))
+        if id(end.node) not in known:
+            known[id(end.node)] = end.node.excess()
+        np.minimum.at(found, end.states, known[id(end.node)] / (len(others) * end.weight))
     return found
 
 
@@ -276,13 +278,15 @@ class Network:
             price *= factor
 
     def _forward(self, node: Node) -> None:
-        raised = [e.link.potential + _least(e.link.states, e.link.makers, [e.node.makes for e in e.link.makers])
+        known: dict[int, np.ndarray] = {}
+        raised = [e.link.potential + _least(e.link.states, e.link.makers, [m.node.makes for m in e.link.makers], known)
                   for e in node.makes]  # fmt: skip
         for end, potential in zip(node.makes, raised, strict=True):
             end.link.potential = end.link.below(potential)
 
     def _backward(self, node: Node) -> None:
-        lowered = [e.link.potential - _least(e.link.states, e.link.takers, [e.node.wants for e in e.link.takers])
+        known: dict[int, np.ndarray] = {}
+        lowered = [e.link.potential - _least(e.link.states, e.link.takers, [t.node.wants for t in e.link.takers], known)
                    for e in node.wants]  # fmt: skip
         for end, potential in zip(node.wants, lowered, strict=True):
             end.link.potential = end.link.above(potential)
@@ -308,8 +312,8 @@ class Network:
         for node in self.nodes:
             node.kept = node.excess() * (node.size if self.whole else 1.0) <= slack
             for link in (e.link for e in node.makes):
-                made = link.below(link.potential + _least(link.states, link.makers, [[e] for e in link.makers]))
-                wanted = link.above(link.potential - _least(link.states, link.takers, [[e] for e in link.takers]))
+                made = link.below(link.potential + _least(link.states, link.makers, [[e] for e in link.makers], {}))
+                wanted = link.above(link.potential - _least(link.states, link.takers, [[e] for e in link.takers], {}))
                 excess = made[link.source] + link.price - wanted[link.target]
                 link.kept = excess * (link.count if self.whole else 1.0) <= slack
             self._forward(node)

@@ -39,7 +39,7 @@ from .capture import Binding, Kind, fake_mode, named_state
 from .cost import Profile, profile_fields
 from .dims import Dim, Dims, Guard
 from .family import Decisions, Family
-from .ir import Captured, Input, Output, Partitioned, source_line
+from .ir import Captured, Draft, Input, Output, Partitioned, source_line
 from .joint import OutputIndex
 from .memory import Memory
 from .placements import Mesh, Spec, SpmdError
@@ -231,7 +231,7 @@ class Reader:
             if n["op"] == "get_attr" and isinstance(operator.attrgetter(target)(root), GraphModule):
                 node.meta["val"] = operator.attrgetter(target)(root)
             nodes[n["name"]] = node
-        return GraphModule(root, graph)
+        return Draft(root, graph)
 
     def tensor(self, given: dict[str, Any]) -> torch.Tensor:
         return self.tensors[given["tensor"]].to(given["device"])
