@@ -238,10 +238,10 @@ def regions(depth):
 
 def test_regions_are_partitioned_once():
     """Whatever the depth there is one body for the forward and one for the backward; what grows is their calls."""
-    few, many = regions(3), regions(5)
+    few, many = regions(3), regions(4)
     places = [[n for n in p.graph.graph.nodes if body_of(n) is not None] for p in (few, many)]
     assert len(places[0]) == len(places[1]) == 2
-    assert {c.times for c in collectives(nodes_within(many.graph.graph)) if "subgraph" in c.name} == {4}
+    assert {c.times for c in collectives(nodes_within(many.graph.graph)) if "subgraph" in c.name} == {3}
     assert str(parse(str(Text.of(many)))) == str(Text.of(many))
 
 

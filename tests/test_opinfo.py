@@ -1,4 +1,4 @@
-"""A slice of the conformance run (`opinfo.py`): one sample of every operator under two placements of its inputs.
+"""A slice of the conformance run (`opinfo.py`): one sample of every operator under one placement of its inputs.
 
 The samples and placements are the same in every run; `python -m tests.opinfo` tries the rest.
 """
@@ -15,7 +15,7 @@ REASONS = ("depends on data", "strided", "sparse")
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator(name):
-    row = sweep(name, seed=zlib.crc32(name.encode()) % 2, samples=1, combinations=2)
+    row = sweep(name, seed=zlib.crc32(name.encode()) % 2, samples=1, combinations=1)
     assert not row.errors
     assert all(any(reason in text for reason in REASONS) for text in row.refused), row.refused
     assert row.tried or row.refused, "nothing was tried"
