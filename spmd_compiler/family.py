@@ -35,6 +35,9 @@ from .symbolic import IntExpr, dim, is_data_size, number, primes, sized
 POINTS = 3  # sizes of data at which a program is looked at
 
 
+FEW = 64
+
+
 @dataclass(frozen=True)
 class Decisions:
     """A plan without its graph: by the names of nodes, what `passes.propagate` decided.
@@ -224,6 +227,12 @@ class Samples:
         return sympy.expand(made)
 
 
+def _of_few(expression: Any) -> list[Any]:
+    """The values of an expression where all sizes are small; a stride of what is empty, ``Max(1, n)``, counts as n."""
+    found = expression.replace(sympy.Max, lambda *args: sympy.Max(*(a for a in args if a != 1)))
+    return [found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(n))) for n in range(FEW)]
+
+
 class DataSamples(Samples):
     """Sizes of data at which a program is looked at: points that differ in all of them.
 
@@ -241,6 +250,13 @@ class DataSamples(Samples):
             self.learn([sized(k, s) for s in self.sizes()], k)
 
     def learn(self, values: Sequence[Any], expression: Any) -> None:
+        if isinstance(expression, sympy.Basic) and len(set(values)) > 1:
+            other = self.known.get(tuple(values), expression)
+            if _of_few(other) != _of_few(expression):
+                raise SpmdError(
+                    f"{other} and {expression}, sizes that data decide, differ where few elements are selected, and "
+                    "a program can't tell them apart; mask instead (torch.where, a weight of 0), or write both alike"
+                )
         super().learn(values, expression)
         if isinstance(expression, sympy.Basic) and all(isinstance(v, int) for v in values) and len(set(values)) > 1:
             self.scaled.setdefault(_ratios(values), (values[0], expression))

@@ -183,11 +183,24 @@ _SAME_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
+FAR = (2**31 - 1, 2**61 - 1)  # numbers of elements: a size that is the same at both has a limit
+
+
 # --- sizes that data decide -----------------------------------------------------------------------------------------
 
 
 class DataSizes(_Sizes):
     """The sizes of a captured graph that its own data decide."""
+
+    def expression(self, given: Any, where: str) -> Any:
+        found = super().expression(given, where)
+        far = {found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(n))) for n in FAR}
+        if isinstance(found, sympy.Expr) and found.free_symbols and len(far) == 1:
+            raise SpmdError(
+                f"{where}: {found} is a size that data decide up to a limit, and no program takes such a part of what "
+                "a mask selects; mask instead (torch.where, a weight of 0), or take a topk of a known number"
+            )
+        return found
 
     def __init__(self, gm: GraphModule) -> None:
         self.makers: dict[sympy.Symbol, tuple[Node, int, int]] = {}  # node, result and dim that have the size

@@ -109,3 +109,31 @@ def test_expressions_are_computed_by_python():
         got = computed(e, {"u0": a, "u1": b}.__getitem__, lambda op, *args: op(*args))
         assert got == sized(e, {"u0": a, "u1": b}), e
     assert computed(real(u / 3), {"u0": 1}.__getitem__, lambda op, *args: op(*args)) == operator.truediv(1, 3)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[x > 0][:2].var(),  # min(u0, 2) is 2 wherever a program is looked at
+        lambda x: x[x > 0][-2:].shape[0] * x.sum(),
+        lambda x: torch.ones_like(x[x > 0][:3]).sum(),
+        lambda x: torch.ones_like(x[x > 0][3:]).sum() + (x[x > 0].shape[0] - 3),  # max(0, u0 - 3) and u0 - 3
+    ],
+)
+def test_sizes_that_few_elements_change_are_refused(function):
+    with pytest.raises(spmd.SpmdError, match=r"that data decide.*(up to a limit|few elements).*torch\.where"):
+        spmd.export(function, (torch.randn(10, 7),), mesh={"dp": 2}, placements={"x": {"dp": Shard(0)}})
+
+
+@pytest.mark.parametrize("selected", [0, 1, 2, 5, 40])
+def test_parts_of_a_selection(selected):
+    """What is left of a selection behind a number of elements, before its end, or of every other one."""
+
+    def function(x):
+        chosen = x[x > 0]
+        return torch.ones_like(chosen[3:]).sum(), torch.ones_like(chosen[:-1]).sum(), chosen[::2].sum(), chosen[1:]
+
+    x = torch.full((10, 7), -1.0)
+    program = spmd.export(function, (torch.randn(10, 7),), mesh={"dp": 2}, placements={"x": {"dp": Shard(0)}})
+    x.view(-1)[torch.randperm(70)[:selected]] = torch.rand(selected) + 1
+    torch.testing.assert_close(program.simulate(x), function(x))
