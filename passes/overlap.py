@@ -96,6 +96,10 @@ def _overlapped(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
     sent: dict[str, float] = {}  # when the last collective that started on a stream is done
     unread: dict[Node, float] = {}  # bytes of gathered copies that nothing has read yet
     found: list[Node] = []
+
+    def operands_at(node: Node) -> float:
+        return max((there[u] for u in node.all_input_nodes if u in there), default=0.0)
+
     while ready:
         chosen, blocked, until = None, 0, math.inf
         for i, (at, number) in enumerate(ready[:NEAR]):
@@ -107,7 +111,7 @@ def _overlapped(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
                     chosen = i
                     break
                 continue
-            arrives = max((there[u] for u in node.all_input_nodes if u in there), default=0.0)
+            arrives = operands_at(node)
             if arrives <= now:
                 chosen = i
                 break
@@ -115,7 +119,7 @@ def _overlapped(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
                 blocked, until = i, at + arrives - now
         _, number = ready.pop(blocked if chosen is None else chosen)
         node = nodes[number]
-        arrives = max((there[u] for u in node.all_input_nodes if u in there), default=0.0)
+        arrives = operands_at(node)
         seconds, stream = took[node]
         if seconds:
             for used in node.all_input_nodes:

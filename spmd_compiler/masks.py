@@ -34,7 +34,7 @@ def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Any) -> Tensor:
     """The gradient of ``source``: what ``mask`` lets through, in order, then zeros."""
     mask = mask.expand(grad.shape)
     count = math.prod(sizes)
-    if isinstance(count, torch.SymInt) and free_unbacked_symbols(count):  # maybe none: one more takes what is left
+    if _unknown(count):  # maybe none: one more takes what is left
         at = torch.minimum(_numbered(mask), torch.full((), count, device=mask.device))
         made = grad.new_zeros(count + 1).index_add(0, at, torch.where(mask, grad, 0).reshape(-1))
         return made[:count].reshape(sizes)
@@ -50,7 +50,11 @@ def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Any) -> Tensor:
 
 def is_open(x: Tensor) -> bool:
     """Whether data decide a size."""
-    return any(isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in x.shape)
+    return any(map(_unknown, x.shape))
+
+
+def _unknown(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def _positions(indices: Any) -> list[Any]:

@@ -35,6 +35,7 @@ from .placements import SpmdError
 from .symbolic import dim, number, primes, real
 
 LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")  # files that are not the user's
+FAR = (2**31 - 1, 2**61 - 1)  # numbers of elements: a size that is the same at both has a limit
 
 
 class _Env(ShapeEnv):
@@ -183,24 +184,11 @@ _SAME_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-FAR = (2**31 - 1, 2**61 - 1)  # numbers of elements: a size that is the same at both has a limit
-
-
 # --- sizes that data decide -----------------------------------------------------------------------------------------
 
 
 class DataSizes(_Sizes):
     """The sizes of a captured graph that its own data decide."""
-
-    def expression(self, given: Any, where: str) -> Any:
-        found = super().expression(given, where)
-        far = {found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(n))) for n in FAR}
-        if isinstance(found, sympy.Expr) and found.free_symbols and len(far) == 1:
-            raise SpmdError(
-                f"{where}: {found} is a size that data decide up to a limit, and no program takes such a part of what "
-                "a mask selects; mask instead (torch.where, a weight of 0), or take a topk of a known number"
-            )
-        return found
 
     def __init__(self, gm: GraphModule) -> None:
         self.makers: dict[sympy.Symbol, tuple[Node, int, int]] = {}  # node, result and dim that have the size
@@ -233,6 +221,16 @@ class DataSizes(_Sizes):
                 if other is not None:
                     return self.names[other]
         return None
+
+    def expression(self, given: Any, where: str) -> Any:
+        found = super().expression(given, where)
+        far = {found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(n))) for n in FAR}
+        if isinstance(found, sympy.Expr) and found.free_symbols and len(far) == 1:
+            raise SpmdError(
+                f"{where}: {found} is a size that data decide up to a limit, and no program takes such a part of what "
+                "a mask selects; mask instead (torch.where, a weight of 0), or take a topk of a known number"
+            )
+        return found
 
     def release(self, captured: Captured, mode: FakeTensorMode) -> None:
         """Write expressions of data sizes where a captured graph computes with sizes, and name the sizes."""
