@@ -22,13 +22,17 @@ more, of which 0 is near the cheapest plan: the dual simplex begins there, and e
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_matrix, csr_matrix, diags
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix, csr_matrix
 
 from .network import Link, Network, Node
 from .problem import move_preference, preference
@@ -37,7 +41,8 @@ from .redistribute import Move
 INTEGRAL = 1e-6
 EQUAL = 1e-7  # the reduced cost that is none (HiGHS's tolerance)
 SAME = 1e-9  # of the price: what plans may differ by that cost the same
-BRANCHED = 20_000  # columns up to which a program that is not whole goes to branch and bound
+TOLERANCE = 1e-6  # of the price: how near to its bound a plan is taken as the cheapest
+BRANCHED = 2_000_000  # columns that branch and bound looks at, of all the programs that it solves
 
 
 class Program:
@@ -173,24 +178,46 @@ class Program:
                 return None
             values, value = found.x, self.base + found.fun
 
-    def branch(self, bound: float) -> Minimum:
-        """Branch and bound over the choices (moves follow them)."""
-        unit = np.ones(self.size)  # how many variables a choice's column stands for: all or none make it
-        whole = np.zeros(self.size, dtype=int)
-        for node in self.network.classes:
-            columns = self.choices[id(node)]
-            unit[columns], whole[columns] = node.size, 1
-        found = milp(
-            self.cost * unit,
-            constraints=[LinearConstraint(self.matrix @ diags(unit), self.rhs, self.rhs)],
-            integrality=whole,
-            bounds=Bounds(0, np.inf),
-            options={"node_limit": 1000, "mip_rel_gap": 0.0},
-        )
-        if found.x is None:
-            raise RuntimeError(f"branch and bound found no plan: {found.message}")
-        picks, _ = self.picks(found.x * unit)
-        return Minimum(picks, self.base + found.fun, max(bound, self.base + found.mip_dual_bound), self.size)
+    def branch(self, found: Any) -> Minimum:
+        """Branch and bound from the relaxation ``found`` on, choices alone (moves follow them), begun with a dive.
+
+        The program of least bound is parted by the open class that leaves a cheaper plan the fewest choices: at a
+        program's multipliers a choice costs no less than its reduced cost above that program's optimum.
+        """
+        bound = self.base + found.fun
+        best = self.dive(found.x, bound)
+        value = math.inf if best is None else best.value
+        number = itertools.count()
+        heap = [(bound, next(number), np.full(self.size, np.inf), found)]
+        left = BRANCHED // self.size
+        while heap and heap[0][0] < value * (1 - TOLERANCE) and (left > 0 or best is None):
+            bound, _, upper, found = heapq.heappop(heap)
+            for columns, pick in self._parted(found, upper, value * (1 - SAME) - bound):
+                narrower = upper.copy()
+                narrower[np.delete(columns, pick)] = 0.0
+                inside, left = self.relaxed(narrower), left - 1
+                if not inside.success or (reached := self.base + inside.fun) >= value * (1 - SAME):
+                    continue
+                picks, whole = self.picks(inside.x)
+                if whole:
+                    best, value = Minimum(picks, reached, bound, self.size), reached
+                else:
+                    heapq.heappush(heap, (reached, next(number), narrower, inside))
+        if best is None:
+            raise RuntimeError("branch and bound found no plan")
+        return dataclasses.replace(best, bound=min(heap[0][0], value) if heap else value)
+
+    def _parted(self, found: Any, upper: np.ndarray, slack: float) -> list[tuple[np.ndarray, int]]:
+        """The columns of an open class, and each of its choices that is in a plan less than ``slack`` above."""
+        open_ = []
+        for node, part in zip(self.network.classes, self.parts(found.x), strict=True):
+            if part.max() <= 1 - INTEGRAL:
+                columns = self.choices[id(node)]
+                above = found.lower.marginals[columns] * node.size / slack
+                picks = np.flatnonzero((above < 1) & (upper[columns] > 0))
+                open_.append((float(np.exp(-3 * above[picks]).sum()), int(columns[0]), columns, picks))
+        *_, columns, picks = min(open_, key=lambda o: o[:2])
+        return [(columns, int(p)) for p in picks]
 
 
 @dataclass(frozen=True)
@@ -221,6 +248,4 @@ def minimum(network: Network, iterations: int | None = None) -> Minimum | None:
     settled, settled_whole = program.picks(program.settled(found))
     if whole or settled_whole:
         return Minimum(settled if settled_whole else picks, bound, bound, program.size)
-    if program.size > BRANCHED and (dived := program.dive(found.x, bound)) is not None:
-        return dived
-    return program.branch(bound)
+    return program.branch(found)

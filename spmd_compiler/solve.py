@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .linear import Minimum, minimum
+from .linear import TOLERANCE, Minimum, minimum
 from .network import Network
 from .placements import Spec, SpmdError
 from .problem import Hub, Problem, Solution, Table, Tables
@@ -31,7 +31,6 @@ FIRST = 150_000  # columns that are looked at before a plan is known
 MOST = 600_000  # and after, in at most so many iterations
 ITERATIONS = 25_000
 LARGE = 1_500_000  # columns of a network that is too large to be looked at without deciding equal parts together
-TOLERANCE = 1e-6
 
 
 def solve(problem: Problem) -> Solution:

@@ -58,7 +58,7 @@ SPARING = passes.Options(
     profile=Sparing(**{**vars(PROFILES["bytes"]), "name": "sparing", "repeats_work": True})
 )
 LARGEST = 20_000  # elements of a sample's inputs
-EXACT = 10_000  # columns up to which the plan that spares gathers is the best
+EXACT = 200_000  # columns looked at for the best plan that spares gathers
 LONG = 200  # nodes; a longer program is tried under its first two placements alone
 OWN_SIZES = ("_segment_reduce",)
 UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
