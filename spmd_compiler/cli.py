@@ -7,13 +7,14 @@ import gc
 import importlib
 import inspect
 import json
+import logging
 import os
-import runpy
 import sys
 import traceback
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -32,7 +33,51 @@ from .text import LEVELS, Text, readable, summary
 from .timeline import timeline, write_trace
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Judged:
+    """A command whose exit codes mean something: bad input is 3 everywhere, as 1 and 2 are verdicts."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _bad_input():
+            return super().make_context(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _bad_input():
+            return super().invoke(ctx)  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _bad_input() -> Iterator[None]:
+    try:
+        yield
+    except click.ClickException as error:
+        error.exit_code = _Refusal.exit_code  # type: ignore[misc]
+        raise
+    except (click.exceptions.Exit, click.Abort, BrokenPipeError):
+        raise
+    except (SpmdError, OSError) as error:
+        raise _Refusal(str(error)) from None
+    except Exception:
+        raise _Refusal(traceback.format_exc().rstrip()) from None  # an error of ours is no verdict either
+
+
+class _Refusal(click.ClickException):
+    exit_code = 3
+
+
+class _Command(_Judged, click.Command):
+    pass
+
+
+class _Commands(_Judged, click.Group):
+    command_class = _Command
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0, and 3 for bad input; of `plan`, 2 for a contract that is broken; of `diff`, 1 for programs "
+    "that differ and 2 for a limit that is exceeded.",
+)
 @click.version_option(package_name="spmd-compiler")
 def main() -> None:
     """Plan single-device PyTorch programs on meshes of devices."""
@@ -95,6 +140,8 @@ def plan(
             asked["dump"] = dump
         contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}
         asked |= {k: v for k, v in contract.items() if v}
+        # What fails while it is traced is an error in words below; torch would log it with its own traceback.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         with shown(), _rarely_collecting():
             program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
             if to is not None:
@@ -103,17 +150,17 @@ def plan(
     except ContractError as error:
         click.secho(f"Error: {error}", err=True)
         sys.exit(2)
-    except (SpmdError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-    except click.ClickException:
+    except (SpmdError, OSError, click.ClickException):
         raise
     except Exception as error:
-        raise click.ClickException(_blamed(error, target)) from None
+        raise _Refusal(_blamed(error, target)) from None
     click.echo(printed, nl=False)
 
 
 def _blamed(error: Exception, target: str) -> str:
     """An error of the user's program in words, with its last line there; an error of ours with its traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.relpath(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     if Path(__file__).parent in Path(frames[-1].filename).parents:
         return "".join(traceback.format_exception(error)).rstrip()
@@ -139,17 +186,14 @@ def _rarely_collecting() -> Iterator[None]:
 @click.option("--level", type=click.Choice(LEVELS), default="full", show_default=True, help="How much to print.")
 def show(file: str, level: str) -> None:
     """Print the program that FILE holds (saved, or the text of one)."""
-    try:
-        if _is_saved(file):
-            click.echo(_shown(load(file), level), nl=False)
-        else:
-            text = _read(file)
-            if level == "summary" and text.level != "summary":
-                click.echo(summary(text), nl=False)
-            else:
-                click.echo(Path(file).read_text() if level == text.level else str(text.at(level)), nl=False)
-    except SpmdError as error:
-        raise click.ClickException(str(error)) from None
+    if _is_saved(file):
+        click.echo(_shown(load(file), level), nl=False)
+        return
+    text = _read(file)
+    if level == "summary" and text.level != "summary":
+        click.echo(summary(text), nl=False)
+    else:
+        click.echo(Path(file).read_text() if level == text.level else str(text.at(level)), nl=False)
 
 
 @main.command(
@@ -164,22 +208,19 @@ def explain_(file: str, collective: str | None) -> None:
     COLLECTIVE is the name of a line ("all_gather_3").  Without it, all are listed with their reasons, dearest first.
     FILE may be the text of a program too, which says who makes and who wants a value, but holds no alternatives.
     """
-    try:
-        if not _is_saved(file):
-            text = _read(file)
-            if collective is None and not text.collectives:
-                click.echo("the program has no collectives")
-            names = [k.name for k in sorted(text.collectives, key=lambda k: -k.wire_bytes(text.mesh))]
-            for name in names if collective is None else [collective]:
-                rows = explain_text(text, name)
-                click.echo(rows[0] if collective is None else "\n".join(rows))
-            return
-        program = load(file)
-        if collective is not None:
-            click.echo(str(explain(program, collective)))
-            return
-    except SpmdError as error:
-        raise click.ClickException(str(error)) from None
+    if not _is_saved(file):
+        text = _read(file)
+        if collective is None and not text.collectives:
+            click.echo("the program has no collectives")
+        names = [k.name for k in sorted(text.collectives, key=lambda k: -k.wire_bytes(text.mesh))]
+        for name in names if collective is None else [collective]:
+            rows = explain_text(text, name)
+            click.echo(rows[0] if collective is None else "\n".join(rows))
+        return
+    program = load(file)
+    if collective is not None:
+        click.echo(str(explain(program, collective)))
+        return
     if not program.collectives:
         click.echo("the program has no collectives")
     for c in sorted(program.collectives, key=lambda c: -c.wire_bytes):
@@ -197,45 +238,17 @@ def explain_(file: str, collective: str | None) -> None:
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write the predicted timeline for Perfetto too.")
 def report_(file: str, out: str, against: str | None, trace: str | None) -> None:
     """Write a self-contained page of the saved program FILE: placements, communication, timeline, memory, text."""
-    try:
-        for each in filter(None, (file, against)):
-            if not _is_saved(each):
-                raise SpmdError(f"{each}: a report takes programs that `spmd-compiler plan --save` wrote, not texts")
-        program = load(file)
-        page = report(program, load(against) if against is not None else None)
-        Path(out).write_text(page)
-        if trace is not None:
-            write_trace(timeline(program.local), program.local.captured.name, trace)
-    except (SpmdError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-
-
-class _BadInput(click.ClickException):
-    exit_code = 3
-
-
-class _Judge(click.Command):
-    """A command whose exit codes mean something: bad input is 3, as 1 and 2 are verdicts."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        try:
-            return super().make_context(*args, **kwargs)
-        except click.UsageError as error:
-            raise _BadInput(error.format_message()) from None
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (click.ClickException, SpmdError) as error:
-            raise _BadInput(error.format_message() if isinstance(error, click.ClickException) else str(error)) from None
-        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise
-        except Exception:
-            raise _BadInput(traceback.format_exc().rstrip()) from None  # an error of ours is no verdict either
+    for each in filter(None, (file, against)):
+        if not _is_saved(each):
+            raise SpmdError(f"{each}: a report takes programs that `spmd-compiler plan --save` wrote, not texts")
+    program = load(file)
+    page = report(program, load(against) if against is not None else None)
+    Path(out).write_text(page)
+    if trace is not None:
+        write_trace(timeline(program.local), program.local.captured.name, trace)
 
 
 @main.command(
-    cls=_Judge,
     epilog="\b\nExit codes: 0 the same, 1 different, 2 a limit is exceeded, 3 bad input.\n"
     "\b\nExamples:\n"
     "  spmd-compiler diff main.txt branch.txt --max-wire-increase 5% --forbid 'all_gather[tp]'\n"
@@ -304,20 +317,30 @@ def _load(target: str) -> Any:
         if not Path(place).is_file():
             raise click.BadParameter(f"there is no file {place}")
         sys.path.insert(0, str(Path(place).resolve().parent))
-        found = runpy.run_path(place, run_name="spmd_plan")
+        found = vars(_imported(Path(place)))
     else:
         try:
             found = vars(importlib.import_module(place))
         except ModuleNotFoundError as error:
             raise click.BadParameter(str(error)) from None
     if not callable(found.get(name)):
-        functions = [n for n, v in found.items() if callable(v) and not n.startswith("_")]
+        own = {n: v for n, v in found.items() if getattr(v, "__module__", None) == found["__name__"]}
+        functions = [n for n, v in own.items() if callable(v) and not n.startswith("_")]
         raise click.BadParameter(f"{place} has no function {name!r}; there are {', '.join(functions)}")
     try:
         inspect.signature(found[name]).bind()
     except TypeError as error:
         raise click.BadParameter(f"{target}: FUNCTION is called without arguments: {error}") from None
     return found[name]
+
+
+def _imported(file: Path) -> ModuleType:
+    """The module in a file, as ``spmd_plan``: Dynamo looks up by that name what its functions call."""
+    module = ModuleType("spmd_plan")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module
+    exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+    return module
 
 
 def _arguments(given: Any) -> dict[str, Any]:

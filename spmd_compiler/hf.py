@@ -51,5 +51,5 @@ def training_step(kind: str, config: str | None, batch: int, length: int) -> dic
             model = transformers.AutoModelForCausalLM.from_config(made, dtype=made.dtype or torch.bfloat16)
             ids = torch.empty(batch, length, dtype=torch.int64)
     except (ValueError, TypeError, KeyError) as error:
-        raise SpmdError(f"hf:{kind}: {error}") from None
+        raise SpmdError(f"hf:{kind}: {str(error).partition('Model type should be')[0].strip()}") from None
     return {"model_or_fn": Loss(model), "args": (ids,), "backward": True, "name": kind}

@@ -127,4 +127,4 @@ def test_the_command_writes_a_page_and_a_trace(programs, tmp_path, monkeypatch):
     assert spans and all(e["dur"] > 0 and e["ts"] >= 0 and e["tid"] >= 1 for e in spans)
     (tmp_path / "text").write_text(programs[0].text())
     found = CliRunner().invoke(main, ["report", "text", "-o", "x.html"])
-    assert found.exit_code == 1 and "not texts" in found.output and not (tmp_path / "x.html").exists()
+    assert found.exit_code == 3 and "not texts" in found.output and not (tmp_path / "x.html").exists()
