@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .masks import SPREADS, index, index_put, masked_scatter, masked_scatter_backward, masked_select
 from .placements import SpmdError
@@ -352,6 +353,26 @@ def select(x: Tensor, dim: int, index: int) -> Tensor:
     return _part(x, dim, index + n if index < 0 else index, 1).squeeze(dim)
 
 
+def laid_out_as_first(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``f`` with a result whose strides are its first operand's, as those of torch's kernels are.
+
+    What writes in place through a view becomes such a call, and the views of the base are taken of its result anew.
+    """
+
+    @functools.wraps(f)
+    def decomposed(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = f(x, *args, **kwargs)
+        if made is NotImplemented or free_unbacked_symbols(x):
+            return made
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        if made.stride() == x.stride() or not x.permute(order).is_contiguous():
+            return made
+        return made.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+    return decomposed
+
+
+@laid_out_as_first
 def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
     dim, n = dim % x.dim(), x.shape[dim]
     hit = torch.arange(n, device=x.device) == (index + n if index < 0 else index)
@@ -389,6 +410,7 @@ def _begin(start: int | None, n: int) -> int:
     return min(max(start + n if start < 0 else start, 0), n)
 
 
+@laid_out_as_first
 def slice_scatter(
     x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
@@ -410,6 +432,7 @@ def slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, ste
     return _placed(_strided(grad, step, dim), dim, _begin(start, sizes[dim]), sizes[dim])
 
 
+@laid_out_as_first
 def diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     dim1, dim2 = dim1 % x.dim(), dim2 % x.dim()
     rows, columns = (_at(x, d, torch.arange(x.shape[d], device=x.device)) for d in (dim1, dim2))
@@ -447,6 +470,7 @@ def as_strided(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> 
     return NotImplemented if places is None else x.reshape(-1)[places]
 
 
+@laid_out_as_first
 def as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
     places = _places(x, size, stride, offset)
     if places is None:
@@ -525,7 +549,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.masked_scatter.default: masked_scatter,
         aten.masked_scatter_backward.default: masked_scatter_backward,
         aten.index.Tensor: index,
-        aten.index_put.default: index_put,
+        aten.index_put.default: laid_out_as_first(index_put),
         aten.masked_select.default: masked_select,
         **SPREADS,
         aten.glu.default: glu,
