@@ -393,7 +393,9 @@ class _Builder:
             check_closed(node, 0, spec, self.mesh, f"{node.name} ({source_line(node)})")
             return self._add(node, (Choice((spec,), (spec,)),), used)
         if name == _TO_LOCAL:
-            return self._add(node, (Choice((self._checked(node),), (whole,)),), used)
+            spec = self._checked(node)
+            self._check_partial(node, spec, used[0])
+            return self._add(node, (Choice((spec,), (whole,)),), used)
         if name == _FROM_LOCAL:
             return self._add(node, (Choice((whole,), (self._checked(node),)),), used)
         if node.meta.get("region"):

@@ -43,6 +43,7 @@ from torch.fx.node import map_arg
 from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op
 from .dtensors import placements_for, spec_from
 from .placements import Mesh, Spec, SpmdError, depends_on_data
+from .symbolic import pieces
 
 _BACKENDS: set[Any] = set()
 
@@ -210,13 +211,7 @@ def _full_tensor(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> Variable
 
 def _to_local(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
     given = _bind("*, grad_placements=None", args, kwargs)
-    node = _node_of(x)
-    mesh, placements = global_mesh(node), known_placements(node) or propagated_placements(node)
-    if placements is None:
-        raise SpmdError(
-            f"to_local() of {node.name}, whose placement is the solver's to choose: say which pieces are meant, "
-            "with redistribute(placements=...) just before it"
-        )
+    mesh, placements = global_mesh(_node_of(x)), _placements(tx, _node_of(x))
     spec = _spec_text(_value(x), mesh, placements)
     grads = given["grad_placements"]
     grad_spec = gradient_spec(spec) if grads is None else _spec_text(_value(x), mesh, grads)
@@ -238,6 +233,14 @@ def _from_local(tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         for dim in range(len(shape)):
             for axis in spec.axes_of(dim):
                 shape[dim] *= Mesh.of(mesh)[axis]
+    for d, n in enumerate(local.shape):
+        lengths = {end - begin for begin, end in pieces(int(shape[d]), [Mesh.of(mesh)[a] for a in spec.axes_of(d)])}
+        if int(n) not in lengths:
+            raise SpmdError(
+                f"{_line(tx)}: from_local of {tuple(local.shape)} as a piece of {tuple(shape)}: in {spec} pieces have "
+                f"{' or '.join(map(str, sorted(lengths)))} elements along dim {d}, not {int(n)}; give the placements "
+                "that the piece has"
+            )
     grads = given["grad_placements"]
     grad_spec = gradient_spec(spec) if grads is None else _spec_text(local, mesh, grads)
     out = _emit(tx, mesh, from_local_op, x, str(spec), _sizes(mesh), [int(s) for s in shape], str(grad_spec))
@@ -253,6 +256,22 @@ def known_placements(node: Node) -> tuple[Any, ...] | None:
     if node.target in (constrain_op, from_local_op):
         return placements_for(Spec.parse(node.args[1]), global_mesh(node))
     return None
+
+
+def _placements(tx: Any, node: Node) -> tuple[Any, ...]:
+    """What `.placements` of a global value says, and what its bare ``to_local()`` is a piece of."""
+    found = known_placements(node) or propagated_placements(node)
+    if found is None:
+        raise SpmdError(
+            f"{_line(tx)}: the placement of {node.name} is the solver's to choose: where its pieces are read "
+            "(to_local(), .placements), say which are meant, with redistribute(placements=...) just before"
+        )
+    return found
+
+
+def _line(tx: Any) -> str:
+    frame = tx.frame_summary()
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def propagated_placements(node: Node) -> tuple[Any, ...] | None:
@@ -312,12 +331,13 @@ def _refuse_break(tx: Any, node: Node, error: Unsupported) -> None:
     """Raise `SpmdError` where a graph would break at an op of global values whose result's shape depends on data:
     DTensors would run it eagerly, and fail."""
     if (error.gb_type or "").startswith("Dynamic shape") and any(map(global_mesh, node.all_input_nodes)):
-        frame, op = tx.frame_summary(), getattr(error.__cause__, "func", node.target)
-        raise depends_on_data(f"{os.path.basename(frame.filename)}:{frame.lineno}", str(op)) from None
+        raise depends_on_data(_line(tx), str(getattr(error.__cause__, "func", node.target))) from None
 
 
 METHODS = {"redistribute": _redistribute, "to_local": _to_local, "full_tensor": _full_tensor}
-ATTRIBUTES = {"placements": known_placements, "device_mesh": global_mesh}
+ATTRIBUTES: dict[str, Callable[[Any, Node], Any]] = {
+    "placements": _placements, "device_mesh": lambda tx, node: global_mesh(node),
+}  # fmt: skip
 
 
 # --- installation -------------------------------------------------------------------------------------------
@@ -349,7 +369,7 @@ def install() -> None:
     @functools.wraps(var_getattr)
     def our_var_getattr(self: Any, tx: Any, name: str) -> VariableTracker:
         if name in ATTRIBUTES and _active(tx) and global_mesh(_node_of(self)) is not None:
-            return VariableTracker.build(tx, ATTRIBUTES[name](_node_of(self)))
+            return VariableTracker.build(tx, ATTRIBUTES[name](tx, _node_of(self)))
         return var_getattr(self, tx, name)
 
     @functools.wraps(call_isinstance)

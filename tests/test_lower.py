@@ -150,7 +150,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name, axis", [("line", "x"), ("square", "x"), ("square", "y")])
 def test_pieces(gloo4, name, axis, dtype):
-    for n in (8, 7, 5, 3, 1):
+    for n in (8, 7, 5, 3, 1) if dtype == torch.float32 else (7, 1):
         gloo4(check_pieces, name, axis, dtype, n)
 
 

@@ -242,7 +242,7 @@ def check_selection(name, placements, lower):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("placements", [([R], [R]), ([S0], [S1]), ([S1], [S0])], ids=str)
+@pytest.mark.parametrize("placements", [([S0], [S1]), ([S1], [S0])], ids=str)
 def test_A1_selection_on_processes(gloo4, placements):
     for name in ("rows_matmul", "two_masks", "put", "labelled", "output"):
         gloo4(check_selection, name, placements, "eager")
@@ -437,7 +437,7 @@ def test_A3_losses_of_uneven_batches(name, reduction):
     else:
         function = PAIR_LOSSES[name]
         given = [([S0], [S0]), ([S0], [R]), ([R], [S0]), ([S1], [S1]), ([S1], [S0])]
-    for placements in given:
+    for placements in given if reduction == "mean" else given[1:3]:
         exported(lambda x, y: weighted(function(x, y, reduction=reduction)), (x, y), placements, {"dp": 4})
 
 

@@ -134,10 +134,10 @@ COMPUTATIONS = {
 PLACED = [(S0, R), (S1, R), (R, S0), (S0, S1), (S1, S0)]
 
 
-@pytest.mark.parametrize("size", [13, 14, 3])
+@pytest.mark.parametrize("size", [13, 3])
 @pytest.mark.parametrize("name", COMPUTATIONS)
 def test_B3_computing(name, size):
-    """Sizes 3n + 1, 3n + 2, and 3, of which the last of four ranks holds nothing: results and gradients."""
+    """Sizes 3n + 1, and 3, of which the last of four ranks holds nothing: results and gradients."""
     torch.manual_seed(size)
     x, w = torch.randn(size, size + 1, requires_grad=True), torch.randn(size + 1, 5, requires_grad=True)
 

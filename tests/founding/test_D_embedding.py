@@ -92,8 +92,7 @@ def check_max_norm(placement, order, lower):
             b.mul_(3)
 
 
-@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
-@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize(("placement", "order"), [(S0, 2.0), (S1, 2.0), (R, 2.0), (S0, 1.0), (S1, 3.0), (S0, float("inf"))])
 def test_D2_max_norm(gloo4, placement, order):
     gloo4(check_max_norm, placement, order, "inductor" if order == 2 else "eager")
 
