@@ -455,13 +455,18 @@ def _places(x: Tensor, size: Any, stride: Any, offset: int | None) -> Tensor | N
     last = begin + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if not x.is_contiguous() or x.storage_offset() or math.prod(size) == 0 or last >= x.numel():
         return None
-    dense = [math.prod(size[d + 1 :]) for d in range(len(size))]
-    if math.prod(size) == x.numel() and all(n == 1 or s == t for n, s, t in zip(size, stride, dense, strict=True)):
+    if _is_whole(x, size, stride):
         return None
     places = torch.full([], begin, device=x.device)
     for n, s in zip(size, stride, strict=True):
         places = places.unsqueeze(-1) + torch.arange(n, device=x.device) * s
     return places
+
+
+def _is_whole(x: Tensor, size: Any, stride: Any) -> bool:
+    """Whether a strided view of a contiguous ``x`` is a mere reshape."""
+    dense = [math.prod(size[d + 1 :]) for d in range(len(size))]
+    return math.prod(size) == x.numel() and all(n == 1 or s == t for n, s, t in zip(size, stride, dense, strict=True))
 
 
 def as_strided(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
@@ -473,6 +478,8 @@ def as_strided(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> 
 @laid_out_as_first
 def as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset: int | None = None) -> Any:
     places = _places(x, size, stride, offset)
+    if places is None and x.is_contiguous() and not x.storage_offset() and not offset and _is_whole(x, size, stride):
+        return source.to(x.dtype).reshape(x.shape).clone()
     if places is None:
         return NotImplemented
     return x.reshape(-1).index_put([places], source).reshape(x.shape)

@@ -230,3 +230,14 @@ def test_what_is_written_through_a_view_keeps_the_strides_of_its_base(write):
     want = f(x)
     want.backward()
     torch.testing.assert_close([loss, grads["x"]], [want, x.grad])
+
+
+@pytest.mark.parametrize("size, stride", [((4, 6), (6, 1)), ((2, 1, 12), (12, 1, 1)), ((24,), (1,))])
+def test_all_elements_scattered_as_they_lie_are_a_reshape(size, stride):
+    def f(x, source):
+        return torch.as_strided_scatter(x * 2, source.sin(), size, stride)
+
+    x, source = torch.randn(4, 6), torch.randn(size)
+    program = export(f, (x, source), mesh={"dp": 2}, placements={"x": "{dp: S(0)}"})
+    assert not program.replicated_ops
+    torch.testing.assert_close(program.simulate(x, source), f(x, source))
