@@ -178,8 +178,9 @@ class Program:
                 return None
             values, value = found.x, self.base + found.fun
 
-    def branch(self, found: Any) -> Minimum:
+    def branch(self, found: Any) -> Minimum | None:
         """Branch and bound from the relaxation ``found`` on, choices alone (moves follow them), begun with a dive.
+        None where no plan is whole: what lies near the bound need not hold one.
 
         The program of least bound is parted by the open class that leaves a cheaper plan the fewest choices: at a
         program's multipliers a choice costs no less than its reduced cost above that program's optimum.
@@ -204,7 +205,7 @@ class Program:
                 else:
                     heapq.heappush(heap, (reached, next(number), narrower, inside))
         if best is None:
-            raise RuntimeError("branch and bound found no plan")
+            return None
         return dataclasses.replace(best, bound=min(heap[0][0], value) if heap else value)
 
     def _parted(self, found: Any, upper: np.ndarray, slack: float) -> list[tuple[np.ndarray, int]]:

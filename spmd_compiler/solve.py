@@ -30,6 +30,7 @@ NEAR = 1e-3  # of the bound: how far from it the cheapest plan is looked for fir
 FIRST = 150_000  # columns that are looked at before a plan is known
 MOST = 600_000  # and after, in at most so many iterations
 ITERATIONS = 25_000
+EXACT = 5  # copies of one value whose cheapest tree is looked for among all trees
 LARGE = 1_500_000  # columns of a network that is too large to be looked at without deciding equal parts together
 
 
@@ -135,9 +136,10 @@ def _priced(problem: Problem, tables: Tables, picks: list[int], columns: int) ->
 
 
 def _tree(hub: Hub, table: Table, origin: Spec, wanted: Sequence[Spec]) -> dict[Spec, Move]:
-    """The cheapest moves found that make every copy wanted of a hub's value: the last move into each spec made.
+    """The cheapest moves that make every copy wanted of a hub's value: the last move into each spec made.
 
-    One copy is a shortest path; for more, shortest paths grow a tree in every order of up to four copies.
+    One copy is a shortest path; for more, shortest paths grow a tree in every order of up to four copies, and then
+    along the arcs of a cheapest tree, which may part where no copy is wanted.  Of equal trees the first one counts.
     """
     if not wanted:
         return {}
@@ -146,12 +148,15 @@ def _tree(hub: Hub, table: Table, origin: Spec, wanted: Sequence[Spec]) -> dict[
     for a, s in enumerate(table.source):
         leaving.setdefault(int(s), []).append(a)
     best: tuple[float, dict[Spec, Move]] | None = None
-    orders = itertools.permutations(wanted) if len(wanted) <= 4 else [tuple(wanted)]
-    for order in orders:
+    orders = list(itertools.permutations(wanted)) if len(wanted) <= 4 else [tuple(wanted)]
+    ways = [(order, leaving) for order in orders]
+    if 1 < len(wanted) <= EXACT and (arcs := _cheapest_arcs(table, price, origin, wanted)):
+        ways.append((tuple(wanted), arcs))
+    for order, ways_on in ways:
         total = 0.0
         tree: dict[Spec, Move] = {}
         for goal in order:
-            path = _path(table, price, leaving, {origin, *tree}, goal)
+            path = _path(table, price, ways_on, {origin, *tree}, goal)
             if path is None:
                 raise SpmdError(f"no redistribution leads from {origin} to {goal} for a value of shape {hub.shape}")
             for a in path:
@@ -161,6 +166,53 @@ def _tree(hub: Hub, table: Table, origin: Spec, wanted: Sequence[Spec]) -> dict[
             best = (total, tree)
     assert best is not None
     return best[1]
+
+
+def _cheapest_arcs(table: Table, price: np.ndarray, origin: Spec, wanted: Sequence[Spec]) -> dict[int, list[int]]:
+    """The arcs of a cheapest tree from ``origin`` to all that is wanted, by the state they leave (none: none is known).
+
+    Dreyfus and Wagner, "The Steiner problem in graphs" (Networks 1, 1971), for directed arcs: a cheapest tree from a
+    state to a set of goals is an arc and a cheapest tree from its end, or two trees to parts of the set.
+    """
+    source, target = (np.asarray(x, dtype=np.int64) for x in (table.source, table.target))
+    goals = [table.index[s] for s in wanted]
+    least: dict[int, np.ndarray] = {}  # by set of goals: the price of a tree from each state
+    parted: dict[int, np.ndarray] = {}  # and the part of the set that the first of two trees has, 0 where there is one
+    for goal_set in range(1, 2 ** len(goals)):
+        cost, part = np.full(len(table.index), math.inf), np.zeros(len(table.index), dtype=np.int64)
+        if goal_set & (goal_set - 1) == 0:
+            cost[goals[goal_set.bit_length() - 1]] = 0.0
+        first = (goal_set - 1) & goal_set
+        while first:
+            both = least[first] + least[goal_set ^ first]
+            part, cost = np.where(both < cost, first, part), np.minimum(both, cost)
+            first = (first - 1) & goal_set
+        while True:
+            further = cost.copy()
+            np.minimum.at(further, source, price + cost[target])
+            if not (further < cost - 1e-15).any():
+                break
+            part, cost = np.where(further < cost, 0, part), further
+        least[goal_set], parted[goal_set] = cost, part
+    arcs: dict[int, list[int]] = {}
+    open_ = [(2 ** len(goals) - 1, table.index[origin])]
+    seen = set()
+    while open_:
+        goal_set, state = here = open_.pop()
+        if here in seen:  # moves that cost nothing lead back
+            return {}
+        seen.add(here)
+        cost, first = least[goal_set], int(parted[goal_set][state])
+        if first:
+            open_ += [(first, state), (goal_set ^ first, state)]
+        elif cost[state] == math.inf:
+            return {}
+        elif cost[state] > 0.0 or goals[goal_set.bit_length() - 1] != state:
+            out = np.flatnonzero(source == state)
+            arc = int(out[np.argmin(price[out] + cost[target[out]])])
+            arcs.setdefault(state, []).append(arc)
+            open_.append((goal_set, int(target[arc])))
+    return arcs
 
 
 def _path(
