@@ -9,23 +9,27 @@
 ====================  =========================================================================================
 
 ``spec`` and ``grad_spec`` are texts of a `Spec`, which may leave axes out (`spec_on` fills them in); ``sizes`` are the
-mesh's sizes along the axes of ``spec``.  ``grad_spec`` is the placement of the gradient of the global side.  Fake
-shapes are those at coordinate 0.
+mesh's sizes along the axes of ``spec``.  ``grad_spec`` is the placement of the gradient of the global side.  A fake
+piece of an uneven cut has a size that nobody knows, one of torch's own for each cut; elsewhere shapes are those at
+coordinate 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .dtensors import on_mesh, placements_for
 from .placements import Mesh, Spec, SpmdError
-from .symbolic import bind_tree
+from .symbolic import bind_tree, pieces
 
 _LIB = torch.library.Library("spmd", "FRAGMENT")
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
@@ -79,9 +83,60 @@ def _(x, spec):
     return torch.empty_like(x)
 
 
+_uneven: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, torch.SymInt]] = weakref.WeakKeyDictionary()
+
+
 @torch.library.register_fake("spmd::to_local", lib=_LIB)
 def _(x, spec, sizes, grad_spec):
-    return x.new_empty(local_shape(x.shape, Spec.parse(spec), sizes))
+    spec = Spec.parse(spec)
+    shape = list(local_shape(x.shape, spec, sizes))
+    if (env := x.fake_mode.shape_env if hasattr(x, "fake_mode") else None) is not None:
+        known = _uneven.setdefault(env, {})
+        for dim, n in enumerate(x.shape):
+            cut = int(n), _cut(spec, dim, sizes)
+            lengths = [end - begin for begin, end in pieces(cut[0], [k for _, k in cut[1]])]
+            if len(set(lengths)) > 1:
+                if cut not in known:
+                    known[cut] = _unknown(env, min(lengths), max(lengths))
+                shape[dim] = known[cut]
+    return x.new_empty(shape)
+
+
+def _unknown(env: ShapeEnv, low: int, high: int) -> torch.SymInt:
+    """A size that no node of a graph makes."""
+    made = env.create_unbacked_symint()
+    symbol = made.node.expr
+    if symbol in env.pending_fresh_unbacked_symbols:  # no node has to be named as what makes it
+        env.pending_fresh_unbacked_symbols.remove(symbol)
+    env.size_like.add(symbol)
+    env.constrain_symbol_range(symbol, low, high)
+    return made
+
+
+def _cut(spec: Spec, dim: int, sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    """The axes that a dim is cut on, and their sizes."""
+    parts = dict(zip(spec.axes, map(int, sizes), strict=True))
+    return tuple((a, parts[a]) for a in spec.axes_of(dim))
+
+
+def whole_shape(piece: torch.Tensor, spec: Spec, sizes: Sequence[int]) -> list[int]:
+    """The sizes of the value of which each rank holds a piece like the fake ``piece``; of an uneven cut, those of what
+    was cut so.  Raises `SpmdError` where nothing was."""
+    shape = []
+    for dim, n in enumerate(piece.shape):
+        cut = _cut(spec, dim, sizes)
+        if isinstance(n, torch.SymInt):
+            known = _uneven.get(n.node.shape_env, {})
+            found = [size for (size, at), s in known.items() if at == cut and s.node.expr == n.node.expr]
+            if not found:
+                raise SpmdError(
+                    f"the size along dim {dim} of pieces placed as {spec} differs between ranks and isn't known; give "
+                    "shape= and stride= of the whole (DTensor.from_local)"
+                )
+            shape.append(found[0])
+        else:
+            shape.append(int(n) * math.prod(k for _, k in cut))
+    return shape
 
 
 @torch.library.register_fake("spmd::from_local", lib=_LIB)

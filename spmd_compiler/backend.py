@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from . import dynamo, passes
-from .capture import capture_graph
+from .capture import capture_graph, mesh_of_graph
 from .contracts import Contract
 from .cost import Profile, profile_of
 from .dtensors import device_mesh
@@ -19,8 +20,8 @@ from .explain import enforce
 from .joint import Front, OutputIndex
 from .lower import compile_alone
 from .memory import Memory
-from .placements import SpmdError
-from .runtime import Runner, compile_halves
+from .placements import Mesh, SpmdError
+from .runtime import Runner, compile_halves, report_failure
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,23 @@ def spmd(
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph for its mesh: that of its DTensors, or ``options["mesh"]``.
 
-    A graph without either is compiled as Inductor alone would.
+    A graph without either is compiled as Inductor alone would.  Where this fails on some ranks alone, the others, which
+    wait for these before their first step, raise an error that says so.
     """
     chosen = BackendOptions.of(options)
-    mesh = device_mesh(chosen.mesh) if chosen.mesh is not None else None
-    front = capture_graph(gm, mesh)
-    if front is None:
+    mesh = mesh_of_graph(gm, device_mesh(chosen.mesh) if chosen.mesh is not None else None)
+    if mesh is None:
         return _plain(gm, example_inputs, chosen)
+    try:
+        return _compiled(gm, mesh, chosen)
+    except Exception as error:
+        report_failure(mesh, error)
+        raise
+
+
+def _compiled(gm: GraphModule, mesh: DeviceMesh | Mesh, chosen: BackendOptions) -> Callable[..., Any]:
+    front = capture_graph(gm, mesh)
+    assert front is not None
     contract, memory = chosen.contract().on(front.captured.mesh), chosen.memory()
     how = passes.Options(
         chosen.profile, chosen.verify, chosen.lower, memory, chosen.overlap, chosen.buckets, chosen.dump

@@ -40,7 +40,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op
+from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op, whole_shape
 from .dtensors import placements_for, spec_from
 from .placements import Mesh, Spec, SpmdError, depends_on_data
 from .symbolic import pieces
@@ -211,7 +211,14 @@ def _full_tensor(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> Variable
 
 def _to_local(tx: Any, x: TensorVariable, args: Any, kwargs: Any) -> VariableTracker:
     given = _bind("*, grad_placements=None", args, kwargs)
-    mesh, placements = global_mesh(_node_of(x)), _placements(tx, _node_of(x))
+    node = _node_of(x)
+    mesh, placements = global_mesh(node), known_placements(node) or propagated_placements(node)
+    if placements is None:
+        raise SpmdError(
+            f"{_line(tx)}: to_local() of {node.name}, whose placement is the solver's to choose: say which pieces are "
+            "meant, with redistribute(placements=...) just before it"
+        )
+    node.meta["spmd_pieces"] = placements
     spec = _spec_text(_value(x), mesh, placements)
     grads = given["grad_placements"]
     grad_spec = gradient_spec(spec) if grads is None else _spec_text(_value(x), mesh, grads)
@@ -227,18 +234,13 @@ def _from_local(tx: Any, args: Any, kwargs: Any) -> VariableTracker:
     x, mesh = given["x"], given["device_mesh"]
     local = _value(x)
     spec = _spec_text(local, mesh, given["placements"])
-    shape = given["shape"]
-    if shape is None:
-        shape = [int(s) for s in local.shape]
-        for dim in range(len(shape)):
-            for axis in spec.axes_of(dim):
-                shape[dim] *= Mesh.of(mesh)[axis]
+    shape = given["shape"] if given["shape"] is not None else whole_shape(local, spec, _sizes(mesh))
     for d, n in enumerate(local.shape):
         lengths = {end - begin for begin, end in pieces(int(shape[d]), [Mesh.of(mesh)[a] for a in spec.axes_of(d)])}
-        if int(n) not in lengths:
+        if isinstance(n, int) and n not in lengths:
             raise SpmdError(
                 f"{_line(tx)}: from_local of {tuple(local.shape)} as a piece of {tuple(shape)}: in {spec} pieces have "
-                f"{' or '.join(map(str, sorted(lengths)))} elements along dim {d}, not {int(n)}; give the placements "
+                f"{' or '.join(map(str, sorted(lengths)))} elements along dim {d}, not {n}; give the placements "
                 "that the piece has"
             )
     grads = given["grad_placements"]
@@ -258,15 +260,9 @@ def known_placements(node: Node) -> tuple[Any, ...] | None:
     return None
 
 
-def _placements(tx: Any, node: Node) -> tuple[Any, ...]:
-    """What `.placements` of a global value says, and what its bare ``to_local()`` is a piece of."""
-    found = known_placements(node) or propagated_placements(node)
-    if found is None:
-        raise SpmdError(
-            f"{_line(tx)}: the placement of {node.name} is the solver's to choose: where its pieces are read "
-            "(to_local(), .placements), say which are meant, with redistribute(placements=...) just before"
-        )
-    return found
+def placements_asked(node: Node) -> tuple[Any, ...] | None:
+    """What ``.placements`` of a global value says: None where the solver chooses, and nobody took its pieces."""
+    return known_placements(node) or node.meta.get("spmd_pieces")
 
 
 def _line(tx: Any) -> str:
@@ -335,9 +331,7 @@ def _refuse_break(tx: Any, node: Node, error: Unsupported) -> None:
 
 
 METHODS = {"redistribute": _redistribute, "to_local": _to_local, "full_tensor": _full_tensor}
-ATTRIBUTES: dict[str, Callable[[Any, Node], Any]] = {
-    "placements": _placements, "device_mesh": lambda tx, node: global_mesh(node),
-}  # fmt: skip
+ATTRIBUTES = {"placements": placements_asked, "device_mesh": global_mesh}
 
 
 # --- installation -------------------------------------------------------------------------------------------
@@ -369,7 +363,7 @@ def install() -> None:
     @functools.wraps(var_getattr)
     def our_var_getattr(self: Any, tx: Any, name: str) -> VariableTracker:
         if name in ATTRIBUTES and _active(tx) and global_mesh(_node_of(self)) is not None:
-            return VariableTracker.build(tx, ATTRIBUTES[name](tx, _node_of(self)))
+            return VariableTracker.build(tx, ATTRIBUTES[name](_node_of(self)))
         return var_getattr(self, tx, name)
 
     @functools.wraps(call_isinstance)

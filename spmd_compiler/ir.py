@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ def source_line(node: Node) -> str:
     if "source" in node.meta:
         return node.meta["source"]
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if os.path.dirname(f[0]) != os.path.dirname(__file__)] or frames
     text = ""
     if frames:
         path, line = frames[-1]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import local_map as torch_local_map
 from torch.utils import _pytree as pytree
 
-from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op, traced_mesh
+from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op, traced_mesh, whole_shape
 from .placements import Mesh, Spec, SpmdError
 
 
@@ -99,8 +99,5 @@ def _global(value: Any, placements: Any, mesh: Mesh) -> Any:
     if placements is None or not isinstance(value, torch.Tensor):
         return value
     spec = Spec.of(mesh, placements, value.dim())
-    shape = list(value.shape)
-    for dim in range(len(shape)):
-        for axis in spec.axes_of(dim):
-            shape[dim] *= mesh[axis]
+    shape = whole_shape(value, spec, mesh.shape)
     return from_local_op(value, str(spec), list(mesh.shape), shape, str(gradient_spec(spec)))

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,16 +358,27 @@ class Runner:
         text = program_text(self.program) + self.halves.text
         state = _digest(bytes(torch.get_rng_state().tolist())) if self.seed is not None else ""
         everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (_digest(text.encode()), state), group=group)
-        if len({d for d, _ in everyone}) > 1:
+        dist.all_gather_object(everyone, (_digest(text.encode()), state, ""), group=group)
+        for rank, (*_, failure) in enumerate(everyone):
+            if failure:
+                raise SpmdError(f"rank {rank} of the mesh could not compile its part of the program: {failure}")
+        if len({d for d, *_ in everyone}) > 1:
             texts: list[Any] = [None] * len(everyone)
             dist.all_gather_object(texts, text, group=group)
             raise SpmdError(_first_difference(texts))
-        if len({s for _, s in everyone}) > 1:
+        if len({s for _, s, _ in everyone}) > 1:
             seeds: list[Any] = [None] * len(everyone)
             dist.all_gather_object(seeds, torch.initial_seed(), group=group)
             self.generator = torch.Generator().manual_seed(seeds[0])
         self.checked = True
+
+
+def report_failure(mesh: DeviceMesh | Mesh, error: Exception) -> None:
+    """Tell the ranks of a mesh, which wait for each other before their first step, that this one has no program."""
+    if isinstance(mesh, DeviceMesh):
+        logging.getLogger(__name__).error("%s (the other ranks are told so where they wait)", error)
+        group = whole_group(mesh)
+        dist.all_gather_object([None] * dist.get_world_size(group), ("", "", str(error)), group=group)
 
 
 def _digest(data: bytes) -> str:

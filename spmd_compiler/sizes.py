@@ -28,11 +28,12 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._sympy import functions as torch_functions
 
+from .annotations import spec_on, to_local_op
 from .dims import Dim, Dims, Guard
 from .family import fake_at
 from .ir import Captured, is_getitem, is_tensor, operands, project_path, size_op, source_line
-from .placements import SpmdError
-from .symbolic import dim, number, primes, real
+from .placements import Mesh, SpmdError
+from .symbolic import coordinate, dim, number, primes, real
 
 LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(__file__), "<")  # files that are not the user's
 FAR = (2**31 - 1, 2**61 - 1)  # numbers of elements: a size that is the same at both has a limit
@@ -69,12 +70,13 @@ class _Sizes:
         for function, same in _SAME_FUNCTIONS.items():
             found = found.replace(function, same)
         foreign = [f for f in found.atoms(sympy.Function) if type(f).__module__.startswith("torch")]
-        if self.of_user and any(s not in self.names.values() for s in found.free_symbols):
+        known = set().union(*(n.free_symbols for n in self.names.values()))
+        if self.of_user and not found.free_symbols <= known:
             raise SpmdError(
                 f"{where}: a size that depends on data, in a program with dynamic_shapes, which has no others; give "
                 "static shapes, or mask instead (torch.where, a weight of 0)"
             )
-        if foreign or any(s not in self.names.values() for s in found.free_symbols):
+        if foreign or not found.free_symbols <= known:
             raise SpmdError(f"{where}: the size {given} is no arithmetic of dynamic dims that a program can hold")
         return found
 
@@ -188,9 +190,10 @@ _SAME_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 class DataSizes(_Sizes):
-    """The sizes of a captured graph that its own data decide."""
+    """The sizes of a captured graph that its own data decide, and those of pieces in local regions of an uneven cut:
+    these are expressions of coordinates, in whose place each rank puts its own."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, mesh: Mesh) -> None:
         self.makers: dict[sympy.Symbol, tuple[Node, int, int]] = {}  # node, result and dim that have the size
         self.making: list[Node] = []
         self.names, self.hints = {}, {}
@@ -199,6 +202,12 @@ class DataSizes(_Sizes):
         for node in (n for n in gm.graph.nodes if n.op == "call_function"):
             given = {s for n in node.all_input_nodes for s in unbacked(n.meta.get("val"))}
             if not unbacked(_tensors(node.meta.get("val"))) - given:
+                continue
+            if node.target is to_local_op:
+                x, spec = node.args[0].meta["val"], spec_on(node.args[1], mesh)
+                sizes = zip(node.meta["val"].shape, spec.local_shape(x.shape, mesh), strict=True)
+                self.names |= {n.node.expr: size for n, size in sizes if isinstance(n, torch.SymInt)}
+                self.hints |= dict.fromkeys((coordinate(a).name for a in mesh.axes), 0)
                 continue
             self.making.append(node)
             for r, value in enumerate(_tensors(node.meta["val"])):
@@ -224,6 +233,8 @@ class DataSizes(_Sizes):
 
     def expression(self, given: Any, where: str) -> Any:
         found = super().expression(given, where)
+        if not self.makers:
+            return found
         far = {found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(n))) for n in FAR}
         if isinstance(found, sympy.Expr) and found.free_symbols and len(far) == 1:
             raise SpmdError(
@@ -255,6 +266,14 @@ class DataSizes(_Sizes):
             _name_size(node, r, d, name, self.hints[name])
             if name not in (found.name for found in data):
                 data.append(Dim(name, self.hints[name], 0, high))
+        if self.makers and len(self.hints) > len(data):
+            raise SpmdError(
+                f"{source_line(self.making[0])}: a size that depends on data, in a program with uneven pieces in a "
+                "local region (to_local, local_map); make the cut even, or write one of them otherwise"
+            )
+        for node in graph.nodes if not self.makers else ():
+            node.meta.pop("layout", None)
+            node.meta.pop("unbacked_bindings", None)
         for node in self.making:
             node.meta["makes"] = True
         captured.graph.recompile()
@@ -264,7 +283,7 @@ class DataSizes(_Sizes):
 def release_data(captured: Captured, mode: FakeTensorMode) -> None:
     """Make the sizes that a captured graph's data decide dims of it.  Raises `SpmdError` for those it can't have."""
     if any(map(_is_open, captured.graph.graph.nodes)):
-        DataSizes(captured.graph).release(captured, mode)
+        DataSizes(captured.graph, captured.mesh).release(captured, mode)
 
 
 def check_results(results: Sequence[Any]) -> None:

@@ -373,6 +373,16 @@ def check_disagreement():
         compiled(lambda x: x * scale)(x)
 
 
+def check_failure():
+    """One rank can't compile: the others say so, and don't wait for ever."""
+    mesh = mesh_of(dp=4)
+    x = distribute_tensor(torch.randn(4, 4), mesh, [S0])
+    placement = Shard(7) if dist.get_rank() == 2 else S0
+    said = r"Shard\(7\)" if dist.get_rank() == 2 else r"rank 2 of the mesh could not compile.*test_backend.py:\d+.*Shard\(7\)"
+    with pytest.raises(Exception, match=f"(?s){said}"):
+        compiled(lambda x: constrain(x * 2, {"dp": placement}) + 1)(x)
+
+
 def check_shapes_change():
     program = compiled(lambda x, s: x.softmax(-1) * s)
     for n in (4, 6, 8):
@@ -429,7 +439,7 @@ def check_direct(lower):
 CHECKS = [
     check_constraint, check_frozen, check_graph_break, check_tangents, check_version, check_mutation,
     check_sequence_parallel, check_distribute_module, check_random, check_plain, check_mesh_option,
-    check_disagreement, check_shapes_change, check_submesh,
+    check_disagreement, check_failure, check_shapes_change, check_submesh,
 ]  # fmt: skip
 
 

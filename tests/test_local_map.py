@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from spmd_compiler.local_map import local_map
 from spmd_compiler.placements import Mesh
 from spmd_compiler.program import export
+from spmd_compiler.reader import parse
+from spmd_compiler.symbolic import pieces as pieces_of
 
 
 def operands(mesh, w_placement, x_placement, grad=False):
@@ -78,3 +80,59 @@ def test_export():
     close(got, want)
     close([grads["x"], grads["w"]], [x.grad, w.grad])
     assert {c.kind for c in program.collectives} <= {"all_reduce"}
+
+
+# --- regions of uneven pieces: sizes within are those of each rank's own piece --------------------------------------
+
+
+def sized(piece):
+    """Arithmetic that takes the number of rows of a piece, by name and within operators."""
+    return piece * piece.mean(0) + piece.shape[0] + piece.sin().sum(-1, keepdim=True) - piece.flip(0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mesh", "placement"),
+    [(7, {"p": 2}, {"p": S0}), (5, {"p": 4}, {"p": S0}), (3, {"p": 4}, {"p": S0}), (7, {"p": 2, "q": 2}, {"p": S0, "q": S0})],
+)
+def test_uneven_pieces(rows, mesh, placement):
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (rows, 3))
+    mapped = local_map(sized, [*placement.values()], ([*placement.values()],))
+    program = export(
+        lambda x, w: mapped(x @ w).square().sum(), (x, w), mesh=mesh, placements={"x": placement}, backward=True
+    )
+    loss, grads = program.simulate(x, w)
+    pieces = [(x @ w)[b:e] for b, e in pieces_of(rows, list(mesh.values())) if e > b]
+    want = torch.cat([sized(piece) for piece in pieces]).square().sum()
+    close([loss, grads["x"], grads["w"]], [want, *torch.autograd.grad(want, (x, w))])
+    assert str(parse(program.text())) == program.text()
+
+
+def check_uneven(how):
+    """On real ranks, by torch's own methods, the shape of the whole given or not."""
+    mesh = mesh_of(dp=2, tp=2)
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 6), torch.randn(6, 6)
+    a, b = distribute_tensor(x, mesh, [S0, R]).requires_grad_(), distribute_tensor(w, mesh, [R, S1]).requires_grad_()
+
+    def step(x, w, given):
+        y = (x @ w).redistribute(placements=[S0, R])
+        shape = {"shape": y.shape, "stride": y.stride()} if given else {}
+        return DTensor.from_local(sized(y.to_local()), mesh, y.placements, **shape).square().sum()
+
+    for given in (False, True):
+        x, w, a.grad, b.grad = x.detach().requires_grad_(), w.detach().requires_grad_(), None, None
+        want = torch.cat([sized(piece) for piece in (x @ w).split(4)]).square().sum()
+        want.backward()
+        loss = torch.compile(step, backend="spmd", options={"lower": how})(a, b, given)
+        loss.backward()
+        close([whole(loss), whole(a.grad), whole(b.grad)], [want, x.grad, w.grad])
+    with pytest.raises(Exception, match=r"from_local of \(7, 3\) as a piece of \(7, 6\).*elements along dim 0, not 7"):
+        compiled(lambda x: DTensor.from_local(x.to_local(), mesh, [S0, R], shape=x.shape, stride=x.stride()))(
+            distribute_tensor(w.detach().new_zeros(7, 6), mesh, [R, S1])
+        )
+
+
+@pytest.mark.parametrize("how", ["eager", "inductor"])
+def test_uneven_pieces_on_ranks(gloo4, how):
+    gloo4(check_uneven, how)
