@@ -11,7 +11,7 @@ import bisect
 import collections
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,7 +100,14 @@ class Diff:
             return ["  the programs are the same"]
         old, new = self.old.mesh, self.new.mesh
         causes = [f"~ {what} {a} -> {b}".replace("mesh mesh", "mesh") for what, (a, b) in self.header.items()]
-        causes += _grouped(self.placements, _placement_words, _placement_key, _placement_group, details)
+        known: dict[str, set[str]] = collections.defaultdict(set)
+        for line in (*self.old.lines, *self.new.lines):
+            if line.label is not None:
+                known[_pattern(line.label)].add(line.label)
+        groups: dict[Any, list[Change]] = collections.defaultdict(list)
+        for change in self.placements:
+            groups[(change.kind, change.name) if details else _placement_key(change)].append(change)
+        causes += [_placements_words(group, known) for group in groups.values()]
         told: list[tuple[list[str], list[str]]] = []  # of consequences: by kind, and in one line
         for sign, lines, mesh in (("-", self.removed, old), ("+", self.added, new)):
             one, many = partial(_collective_words, mesh=mesh), partial(_collectives_words, mesh=mesh)
@@ -164,7 +171,10 @@ def _pairs(old: dict[Any, Any], new: dict[Any, Any], absent: Any) -> dict[Any, t
 
 def _change(old: float, new: float) -> str:
     share = f" ({(new - old) / old:+.1%})" if old else ""
-    return f"{readable(old)} -> {readable(new)}{share}"
+    words = readable(old), readable(new)
+    if words[0] == words[1]:  # too little for the unit
+        words, share = (f"{old:.0f} B", f"{new:.0f} B"), ""
+    return f"{words[0]} -> {words[1]}{share}"
 
 
 def _grouped(
@@ -205,24 +215,54 @@ def _pattern(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
+def _patterns(names: Sequence[str], known: Mapping[str, Collection[str]]) -> list[str]:
+    """Names alike but for numbers as one: ``layers.*.up`` if that is all that ``known`` has, or ``layers.{1,3}.up``."""
+    alike: dict[str, dict[str, None]] = collections.defaultdict(dict)
+    for name in names:
+        alike[_pattern(name)][name] = None
+    found = []
+    for pattern, members in alike.items():
+        if len(members) > 1 and len(members) == len(known[pattern]):
+            found.append(pattern)
+            continue
+        columns = zip(*(re.findall(r"\b\d+\b", name) for name in members), strict=True)
+        for column in columns:
+            pattern = pattern.replace("*", _listed(list(dict.fromkeys(column))), 1)
+        found.append(pattern)
+    return found
+
+
+def _listed(numbers: Sequence[str]) -> str:
+    """``7``, ``{1,3}``, ``{0,1,2..31}``."""
+    if len(numbers) == 1:
+        return numbers[0]
+    end = f"..{numbers[-1]}" if len(numbers) > SHOWN else ""
+    return f"{{{','.join(numbers[:SHOWN])}{end}}}"
+
+
 def _placement_key(c: Change) -> Any:
-    return c.kind, *c.specs, c.old and c.new and c.old.spec == c.new.spec and (c.old.type, c.new.type)
+    stays = c.old and c.new and c.old.spec == c.new.spec
+    return c.kind, *c.specs, stays and (c.old.type, c.new.type, c.old.label != c.new.label and c.name)  # type: ignore[union-attr]
 
 
-def _placement_group(group: Sequence[Change]) -> str:
-    names = list(dict.fromkeys(_pattern(c.name) for c in group))
-    more = f" and {len(names) - SHOWN} more names" if len(names) > SHOWN else ""
-    return f"~ {len(group)} {group[0].kind}s, {', '.join(names[:SHOWN])}{more}: {' -> '.join(group[0].specs)}"
-
-
-def _placement_words(c: Change) -> str:
-    old, new = c.specs
-    if c.old is None or c.new is None:
-        text = f"{c.kind} {_pattern(c.name)}  {type_text(c.line.type)}  {c.line.spec or ''}"
-        return f"{'+' if c.old is None else '-'} {text}"
-    if old == new:
-        return f"~ {c.kind} {_pattern(c.name)}: {type_text(c.old.type)} -> {type_text(c.new.type)}"
-    return f"~ {c.kind} {_pattern(c.name)}: {old} -> {new}"
+def _placements_words(group: Sequence[Change], known: Mapping[str, Collection[str]]) -> str:
+    """What one change made of inputs or outputs that change alike."""
+    first, patterns = group[0], _patterns([c.name for c in group], known)
+    more = f" and {len(patterns) - SHOWN} more names" if len(patterns) > SHOWN else ""
+    kind = first.kind if len(group) == 1 else f"{len(group)} {first.kind}s"
+    named = f"{kind} {', '.join(patterns[:SHOWN])}{more}"
+    old, new = first.specs
+    if first.old is None or first.new is None:
+        sign, types = "+" if first.old is None else "-", {c.line.type for c in group}
+        shape = f"{type_text(first.line.type)} " if len(types) == 1 and first.line.type is not None else ""
+        return f"{sign} {named}: {shape}{first.line.spec or ''}"
+    if old != new:
+        return f"~ {named}: {old} -> {new}"
+    if first.old.label != first.new.label:
+        return f"~ {first.kind} {first.old.label}: now {named.partition(' ')[2]}"
+    if _global(first.old) != _global(first.new):
+        return f"~ {named}: {type_text(first.old.type)} -> {type_text(first.new.type)}"
+    return f"~ {named}: another value, %{refs(first.new)[0].name}" if refs(first.new) else f"~ {named}: another value"
 
 
 def _head(k: Line) -> str:
@@ -256,7 +296,12 @@ def _moved_words(pair: tuple[Line, Line], before: Mesh, after: Mesh) -> str:
         return f"{text} to {new.op}[{new.axis}]: {readable(new.wire_bytes(after))} wire"
     if old.source != new.source:
         return f"{text} to {new.source or 'elsewhere'}"
-    return f"{text}: issued in another order" if old.type == new.type else f"{text} to {type_text(new.type)}"
+    if _global(old) != _global(new):
+        return f"{text} to {type_text(new.type)}"
+    if old.spec != new.spec:
+        return f"{text} to {new.spec}"
+    other = _literals(old) != _literals(new)
+    return f"{text}: {'other arguments, ' + _called(new) if other else 'issued in another order'}"
 
 
 def _resized_words(pair: tuple[Line, Line], before: Mesh, after: Mesh) -> str:
@@ -287,11 +332,13 @@ def _ops_group(group: Sequence[Change]) -> str:
 def _value_words(c: Change) -> str:
     text = f"~ {c.line.op}{_sources([c.line])}: "
     (old, new), before = c.specs, c.old or c.line
+    if before.op != c.line.op:
+        return f"~ {before.op} -> {c.line.op}{_sources([c.line])}"
     if old != new:
         return f"{text}{old} -> {new}"
     if _global(before) != _global(c.line):
         return f"{text}{type_text(before.type)} -> {type_text(c.line.type)}"
-    return f"{text}other arguments, {c.line.call().partition(' = ')[2]}"
+    return f"{text}other {'operands' if _literals(before) == _literals(c.line) else 'arguments'}, {_called(c.line)}"
 
 
 def _values_group(group: Sequence[Change]) -> str:
@@ -315,7 +362,7 @@ class _Side:
         self.moves = {k.name for k in text.lines if self._is_move(k)}
         self.values = [
             k for k in text.lines
-            if k.op not in (*INPUTS, *OUTPUTS) and not k.axis and k.name not in self.moves and k.spec is not None
+            if k.op not in (*INPUTS, *OUTPUTS, "body") and not k.axis and k.name not in self.moves
         ]  # fmt: skip
         self.tokens: dict[str, str] = {}
 
@@ -345,8 +392,8 @@ class _Side:
         used = refs(line)
         return f"{line.op}({self.token(used[0], depth - 1)})" if len(used) == 1 and depth else line.op
 
-    def signature(self, line: Line) -> tuple[Any, ...]:
-        return (line.op, line.phase, _global(line), *map(self.token, refs(line)))
+    def operands(self, line: Line) -> tuple[str, ...]:
+        return tuple(map(self.token, refs(line)))
 
 
 def refs(line: Line) -> list[Ref]:
@@ -366,6 +413,10 @@ def refs(line: Line) -> list[Ref]:
 
 def _global(line: Line) -> Any:
     return (line.type.dtype, line.type.shape) if isinstance(line.type, Type) else None
+
+
+def _called(line: Line) -> str:
+    return line.call().partition(" = ")[2]
 
 
 def _literals(line: Line) -> list[str]:
@@ -406,32 +457,45 @@ def diff(old: Any, new: Any) -> Diff:
     same: dict[str, str] = {k.name: b.inputs[label].name for label, k in a.inputs.items() if label in b.inputs}
     sides = {True: a, False: b}
     keys: list[Callable[[Line, bool], Any]] = [
-        lambda k, first: sides[first].signature(k),
-        lambda k, first: (k.op, k.phase, _global(k)),
-        lambda k, first: (k.op, k.phase),
-        lambda k, first: (k.phase, _global(k)),
+        lambda k, first: (k.op, k.phase, _global(k), sides[first].operands(k)),
+        lambda k, first: (k.op, k.phase, _global(k), *_literals(k)),
+        lambda k, first: (k.op, k.phase, sides[first].operands(k)),
+        lambda k, first: (k.op, k.phase, len(refs(k))),
+        lambda k, first: (k.phase, _global(k), sides[first].operands(k)),
     ]
-    for x, y in _aligned(a.values, b.values, keys):
+    pairs = _aligned(a.values, b.values, keys)
+    same |= {x.name: y.name for x, y in pairs if x and y}
+    for x, y in pairs:
         if x is None or y is None:
             ops.append(Change((x or y).name, "op", x, y))
             continue
-        same[x.name] = y.name
         placed = x.spec == y.spec and a.text.mesh == b.text.mesh
-        if x.spec != y.spec or _global(x) != _global(y) or (placed and _literals(x) != _literals(y)):
+        other = x.op != y.op or _rewired(a, b, same, x, y) or (placed and _literals(x) != _literals(y))
+        if x.spec != y.spec or _global(x) != _global(y) or other:
             values.append(Change(y.name, "value", x, y))
     matched, removed, added = _match_collectives(a, b, same)
     stays = _in_order([(a.position[id(x)], b.position[id(y)]) for x, y in matched])
     moved, resized = [], []
     for (x, y), kept in zip(matched, stays, strict=True):
         more = x.wire_bytes(a.text.mesh) != y.wire_bytes(b.text.mesh)
-        if not kept or _place(x) != _place(y) or (_global(x) != _global(y) and not more):
+        other = _global(x) != _global(y) or x.spec != y.spec or _literals(x) != _literals(y)
+        if not kept or _place(x) != _place(y) or (other and not more):
             moved.append((x, y))
         elif more:
             resized.append((x, y))
     return Diff(
-        a.text, b.text, tuple(_placements(a, b)), tuple(values), tuple(ops), tuple(added), tuple(removed), tuple(moved),
-        tuple(resized),
+        a.text, b.text, tuple(_placements(a, b, same)), tuple(values), tuple(ops), tuple(added), tuple(removed),
+        tuple(moved), tuple(resized),
     )  # fmt: skip
+
+
+def _rewired(a: _Side, b: _Side, same: dict[str, str], x: Line, y: Line) -> bool:
+    """Whether one takes other values than the other; an operator that came or went between is told already."""
+    known = set(same.values())
+    for old, new in zip(map(a.root, refs(x)), map(b.root, refs(y)), strict=False):
+        if old and new and old.name in same and new.name in known and same[old.name] != new.name:
+            return True
+    return False
 
 
 def _text_of(given: Any) -> Text:
@@ -444,7 +508,7 @@ def _text_of(given: Any) -> Text:
     raise SpmdError(f"expected a program or its text, got {type(given).__name__}")
 
 
-def _placements(a: _Side, b: _Side) -> list[Change]:
+def _placements(a: _Side, b: _Side, same: dict[str, str]) -> list[Change]:
     """Inputs and outputs that came, went or changed; gradients that follow their parameters are not repeated."""
     found = []
     follows: dict[str, tuple[Spec | None, Spec | None]] = {}
@@ -452,11 +516,27 @@ def _placements(a: _Side, b: _Side) -> list[Change]:
         follows[label] = (x and x.spec, y and y.spec)
         if x is None or y is None or x.spec != y.spec or _global(x) != _global(y):
             found.append(Change(label, (y or x).op, x, y))
-    for (kind, label), (x, y) in _pairs(a.outputs, b.outputs, None).items():
+    outputs = _pairs(a.outputs, b.outputs, None)
+    came = {key: y for key, (x, y) in outputs.items() if x is None}
+    for key in [key for key, (_, y) in outputs.items() if y is None]:  # the same value under another name: out, out.0
+        x, _ = outputs[key]
+        for other, y in came.items():
+            if other[0] == key[0] and _made(a, x) and same.get(_made(a, x)) == _made(b, y):
+                del outputs[key], came[other]
+                outputs[other] = x, y
+                break
+    for (kind, label), (x, y) in outputs.items():
         specs = (x and x.spec, y and y.spec)
-        if specs[0] != specs[1] and (kind == "output" or follows.get(label) != specs):
+        placed = specs[0] != specs[1] and (kind == "output" or follows.get(label) != specs)
+        if placed or (x and y and (x.label != y.label or _rewired(a, b, same, x, y))):
             found.append(Change(label, kind, x, y))
     return found
+
+
+def _made(side: _Side, output: Line) -> str:
+    """The name of the value that an output gives; empty where the text leaves it out."""
+    root = side.root(refs(output)[0]) if refs(output) else None
+    return root.name if root else ""
 
 
 def _place(line: Line) -> tuple[str, str]:
@@ -488,7 +568,7 @@ def _match_collectives(a: _Side, b: _Side, same: dict[str, str]) -> tuple[list[t
         return k.op, k.axis, k.reduce, k.phase, k.source, k.wire_bytes(side.text.mesh)
 
     def another_axis(side: _Side, k: Line) -> Any:
-        return k.op, k.phase, known(side, k)
+        return k.op, k.reduce, k.phase, known(side, k)
 
     pairs: list[tuple[Line, Line]] = []
     left, right = list(a.text.collectives), list(b.text.collectives)

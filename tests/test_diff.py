@@ -92,7 +92,7 @@ def test_a_weight_placed_otherwise(base):
         ("layers.1.up.weight", "param", "{dp: R, tp: S(0)}", "{dp: R, tp: R}")
     ]  # its gradient follows
     assert len(change.lines()) < 10
-    assert "~ param layers.*.up.weight: {dp: R, tp: S(0)} -> {dp: R, tp: R}" in change.lines()
+    assert "~ param layers.1.up.weight: {dp: R, tp: S(0)} -> {dp: R, tp: R}" in change.lines()
 
 
 @pytest.mark.parametrize("level", ["full", "collectives"])
@@ -199,3 +199,52 @@ def test_json_and_colour(files, monkeypatch):
 def test_what_is_no_program():
     with pytest.raises(spmd.SpmdError, match="expected a program or its text, got int"):
         spmd.diff(3, 4)
+
+
+def in_order(*values):
+    *values, step = values if isinstance(values[-1], int) else (*values, 1)
+    return tuple(values[::step])
+
+
+def small(function, rows=4):
+    args = torch.zeros(rows, 4), torch.zeros(rows, 4)
+    return spmd.export(function, args, mesh={"tp": 2}, profile="bytes", name="small")
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        (lambda x, y: x.sin() * 2, lambda x, y: x.cos() * 2, "~ aten.sin -> aten.cos at "),
+        (lambda x, y: x - y, lambda x, y: y - x, "~ aten.sub.Tensor at .*: other operands, "),
+        (lambda x, y: x.max(0).values, lambda x, y: x.min(0).values, "~ aten.max.dim -> aten.min.dim at "),
+        (lambda x, y: in_order(x.sin(), y.cos()), lambda x, y: in_order(x.sin(), y.cos(), -1), "~ 2 outputs out.*: another value, "),
+        (lambda x, y: x.t() @ y, lambda x, y: x @ y.t(), "~ 2 values .* other operands, "),
+        (lambda x, y: x.sin(), lambda x, y: (x.sin(), y), "~ output out: now out.0"),
+    ],
+)
+def test_what_keeps_its_type_is_a_change_too(old, new, words):
+    """Other operators, operands and outputs, of as many bytes and in the same places."""
+    change = spmd.diff(small(old), small(new))
+    assert not change.same and any(re.match(words, line) for line in change.lines()), str(change)
+    assert len(change.lines()) <= 4 and not spmd.diff(small(new), small(old)).same
+
+
+def test_draws_that_came_were_not_there_before():
+    def dropped(p):
+        return plan(middle=lambda x: torch.dropout(torch.dropout(x, p, True).sin(), p, True))
+
+    change = spmd.diff(dropped(0.0), dropped(0.5))
+    assert sum(c.line.op == "spmd.draw" for c in change.ops) == 2 and "draw" not in "".join(map(str, change.values))
+    assert [str(c.line.label) for c in change.placements] == ["seed"] and len(change.lines()) < 10
+
+
+def test_names_say_which(base):
+    """Of layers alike those that changed are named, and all of them by a star."""
+    some = {f"layers.{i}.up.weight": {} for i in (0, 2)} | TP
+    assert "~ 2 params layers.{0,2}.up.weight: {dp: R, tp: S(0)} -> {dp: R, tp: R}" in spmd.diff(base, plan(some)).lines()
+    every = {"layers.*.up.weight": {}} | {k: p for k, p in TP.items() if "up" not in k}
+    assert "~ 3 params layers.*.up.weight: {dp: R, tp: S(0)} -> {dp: R, tp: R}" in spmd.diff(base, plan(every)).lines()
+    more = spmd.diff(base, plan(layers=5)).lines()
+    assert "+ 2 params layers.{3,4}.up.weight: f32[32, 16 | 8, 16] {dp: R, tp: S(0)}" in more
+    wide = spmd.diff(small(torch.add), small(torch.add, rows=6)).lines()
+    assert wide[0] == "~ 2 inputs args.*: f32[4, 4] -> f32[6, 4]"

@@ -35,7 +35,7 @@ def test_a_page_holds_everything(programs):
     for name in ("up", "down"):
         assert f"<b>{name}</b>" in after
     both = report(programs[1], programs[0]).partition("<h1>")[2]
-    assert "What changed" in both and "~ param layers.*.up.weight" in both.replace("&gt;", ">")
+    assert "What changed" in both and "params layers.*.up.weight" in both.replace("&gt;", ">")
 
 
 def test_names_are_not_markup():
