@@ -326,6 +326,33 @@ def untraced(model_or_fn: Any) -> Any:
     return getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
 
 
+def own_dynamic_shapes(exported: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The sizes that a `torch.export.ExportedProgram` leaves open, as `dims.dynamic_sizes` takes them; None for none.
+
+    Torch keeps no names of them: they go by torch's symbols.
+    """
+    if not isinstance(exported, torch.export.ExportedProgram):
+        return None
+    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+    found: list[dict[int, Any] | None] = []
+    for name in exported.graph_signature.user_inputs:
+        value = nodes[name].meta.get("val") if name in nodes else None
+        found.append({} if isinstance(value, torch.Tensor) else None)
+        for i, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt):
+                symbol, known = size.node.expr, exported.range_constraints
+                if symbol not in known:
+                    raise SpmdError(f"input {name!r}: dim {i} of an exported program is {symbol}; give dynamic_shapes=")
+                high = known[symbol].upper
+                limits = {"min": int(known[symbol].lower)} | ({"max": int(high)} if high.is_Integer else {})
+                found[-1][i] = torch.export.Dim(str(symbol), **limits)  # type: ignore[index]
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    if not any(found) or len(leaves) != len(found):
+        return None
+    positional, named = pytree.tree_unflatten(found, tree)
+    return dict(_signature(exported.module(), None).bind(*positional, **named).arguments)  # type: ignore[arg-type]
+
+
 class _Function(torch.nn.Module):
     """A user's function of one flat tuple of tensors: state first, then inputs."""
 

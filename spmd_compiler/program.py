@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import passes
 from .aot import in_cache, package
-from .capture import Binding, capture_function, untraced
+from .capture import Binding, capture_function, own_dynamic_shapes, untraced
 from .collectives import Collective, collectives
 from .contracts import Contract
 from .cost import Profile, profile_of
@@ -376,7 +376,8 @@ def export(
     ``dynamic_shapes`` leaves sizes of inputs open, as `torch.export.export` takes it: ``{"ids": {0: Dim("batch")}}``.
     Placements are chosen, and budget and contract kept, at the sizes of ``args``; one program then simulates and runs
     at all sizes that its guards allow (`Program.guards`: what is cut evenly in the example must be cut evenly), planned
-    for each at its first call.
+    for each at its first call.  None: those that an `ExportedProgram` leaves open
+    (``{}``: none).
 
     ``dump`` names a folder for the text after each pass.
     """
@@ -388,6 +389,8 @@ def export(
         if not isinstance(value, kinds):
             wanted = {"args": "a tuple of arguments", "backward": "True or False"}.get(what, "a mapping from names")
             raise SpmdError(f"{what} is {wanted}, not {value!r}")
+    if dynamic_shapes is None:
+        dynamic_shapes = own_dynamic_shapes(model_or_fn, args, kwargs or {})
     model_or_fn = untraced(model_or_fn)
     chosen = Placements(mesh, placements or {}, model_or_fn)
     stage("tracing the program")

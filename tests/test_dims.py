@@ -228,13 +228,18 @@ def test_what_is_refused(function, given, words):
         spmd.export(function, (torch.ones(4, 6),), mesh={"t": 2}, dynamic_shapes=given)
 
 
-def test_an_exported_program_with_dims():
+@pytest.mark.parametrize("own", [False, True])
+def test_an_exported_program_with_dims(own):
+    """Given again, or those that it leaves open itself; an empty mapping leaves none open."""
     model, n = Block().eval(), Dim("batch", min=2, max=64)
     shapes = {"x": {0: n}, "y": {0: n}}
     exported = torch.export.export(model, inputs(8, 6), dynamic_shapes=shapes)
-    program = spmd.export(exported, inputs(8, 6), mesh={"dp": 2}, placements=DATA, dynamic_shapes=shapes)
+    program = spmd.export(exported, inputs(8, 6), mesh={"dp": 2}, placements=DATA, dynamic_shapes=None if own else shapes)
     for batch in (8, 12):
         torch.testing.assert_close(program.simulate(*inputs(batch, 6)), model(*inputs(batch, 6)))
+    assert len(program.dims) == 1
+    if own:
+        assert not spmd.export(exported, inputs(8, 6), mesh={"dp": 2}, placements=DATA, dynamic_shapes={}).dims
 
 
 def steps_of_each_size(path, state, lower):

@@ -1,4 +1,4 @@
-"""A slice of the conformance run (`opinfo.py`): one sample of every operator under one placement of its inputs.
+"""A slice of the conformance run (`opinfo.py`): one sample of every other operator, under one placement.
 
 The samples and placements are the same in every run; `python -m tests.opinfo` tries the rest.
 """
@@ -12,7 +12,7 @@ from opinfo import ENTRIES, sweep
 REASONS = ("depends on data", "strided", "sparse")
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", list(ENTRIES)[::2])  # the whole run has the others
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator(name):
     row = sweep(name, seed=zlib.crc32(name.encode()) % 2, samples=1, combinations=1)
