@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .dtensors import on_mesh, placements_for
 from .placements import Mesh, Spec, SpmdError
-from .symbolic import bind_tree, pieces
+from .symbolic import pieces
 
 _LIB = torch.library.Library("spmd", "FRAGMENT")
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
@@ -67,10 +67,9 @@ def gradient_spec(spec: Spec) -> Spec:
     return Spec(spec.axes, whole, spec.nesting)
 
 
-def local_shape(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the piece at coordinate 0."""
-    mesh = Mesh(list(zip(spec.axes, sizes, strict=True)))
-    return tuple(bind_tree(spec.local_shape([int(s) for s in shape], mesh), {}))
+def piece_lengths(n: int, spec: Spec, dim: int, sizes: Sequence[int]) -> list[int]:
+    """What each piece of a dim of ``n`` elements holds, that at coordinate 0 first."""
+    return [end - begin for begin, end in pieces(int(n), [k for _, k in _cut(spec, dim, sizes)])]
 
 
 @torch.library.impl("spmd::constrain", "CompositeExplicitAutograd", lib=_LIB)
@@ -88,17 +87,16 @@ _uneven: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, torch.SymInt]] = weakref.
 
 @torch.library.register_fake("spmd::to_local", lib=_LIB)
 def _(x, spec, sizes, grad_spec):
-    spec = Spec.parse(spec)
-    shape = list(local_shape(x.shape, spec, sizes))
-    if (env := x.fake_mode.shape_env if hasattr(x, "fake_mode") else None) is not None:
-        known = _uneven.setdefault(env, {})
-        for dim, n in enumerate(x.shape):
-            cut = int(n), _cut(spec, dim, sizes)
-            lengths = [end - begin for begin, end in pieces(cut[0], [k for _, k in cut[1]])]
-            if len(set(lengths)) > 1:
-                if cut not in known:
-                    known[cut] = _unknown(env, min(lengths), max(lengths))
-                shape[dim] = known[cut]
+    spec, shape = Spec.parse(spec), []
+    env = getattr(getattr(x, "fake_mode", None), "shape_env", None)
+    for dim, n in enumerate(x.shape):
+        lengths = piece_lengths(n, spec, dim, sizes)
+        shape.append(lengths[0])
+        if env is not None and len(set(lengths)) > 1:
+            known, cut = _uneven.setdefault(env, {}), (int(n), _cut(spec, dim, sizes))
+            if cut not in known:
+                known[cut] = _unknown(env, min(lengths), max(lengths))
+            shape[dim] = known[cut]
     return x.new_empty(shape)
 
 

@@ -40,10 +40,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op, whole_shape
+from .annotations import constrain_op, from_local_op, gradient_spec, piece_lengths, to_local_op, whole_shape
 from .dtensors import placements_for, spec_from
-from .placements import Mesh, Spec, SpmdError, depends_on_data
-from .symbolic import pieces
+from .placements import Spec, SpmdError, depends_on_data
 
 _BACKENDS: set[Any] = set()
 
@@ -236,7 +235,7 @@ def _from_local(tx: Any, args: Any, kwargs: Any) -> VariableTracker:
     spec = _spec_text(local, mesh, given["placements"])
     shape = given["shape"] if given["shape"] is not None else whole_shape(local, spec, _sizes(mesh))
     for d, n in enumerate(local.shape):
-        lengths = {end - begin for begin, end in pieces(int(shape[d]), [Mesh.of(mesh)[a] for a in spec.axes_of(d)])}
+        lengths = set(piece_lengths(shape[d], spec, d, _sizes(mesh)))
         if isinstance(n, int) and n not in lengths:
             raise SpmdError(
                 f"{_line(tx)}: from_local of {tuple(local.shape)} as a piece of {tuple(shape)}: in {spec} pieces have "
