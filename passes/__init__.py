@@ -17,6 +17,7 @@ from typing import Any
 from ..bodies import captured as body_of
 from ..bodies import drop_unread, with_bodies
 from ..cost import Profile, profile_of
+from ..devices import unnumber
 from ..family import (
     Decisions,
     Family,
@@ -160,6 +161,7 @@ def _written(
     for name, order in ORDERING.items():
         local = order(local, orders)
         dump(name, local)
+    unnumber(local.graph.graph)
     return local
 
 

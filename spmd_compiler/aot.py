@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from . import collectives as coll
+from .devices import home
 from .ir import Partitioned, size_op, source_line
 from .lower import Compiled, Groups, expand_collectives
 from .placements import SpmdError
@@ -193,6 +194,11 @@ def packaged(program: Partitioned, mesh: Any, path: Path) -> Compiled:
     Ranks that share a file system share the package: one writes, the others wait for it.
     """
     check(program)
+    if mesh is not None and mesh.device_type != (kind := home(program.graph.graph)):
+        raise SpmdError(
+            f"the program was planned for {kind}, and its package holds code for that, not for {mesh.device_type}; "
+            f"plan it there, or compile it without a package"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -160,6 +160,7 @@ class Program:
         for (_, name), value in zip(self.binding.slots, values, strict=True):
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise SpmdError(f"{name!r} is on meta: to simulate a program is to compute it, which takes numbers")
+        device = next((v.device for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"), "cpu")
         flat = iter(values)
         given = [
             torch.empty((), dtype=torch.int64).random_() if i.kind == "seed" else next(flat) for i in self.local.inputs
@@ -167,7 +168,7 @@ class Program:
         found: dict[str, list[tuple[str, Any]]] = {"output": [], "grad": [], "mutation": []}
         for value, o in zip(simulate_outputs(self.local, given), self.local.outputs, strict=True):
             if value is not None:
-                found[o.kind].append((o.name, value))
+                found[o.kind].append((o.name, value.to(device) if isinstance(value, torch.Tensor) else value))
         return found
 
     def compile(

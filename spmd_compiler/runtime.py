@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from .aot import packaged
 from .collectives import is_collective
+from .devices import device_of, home, settled
 from .dtensors import dtensor_spec, placements_for, spec_in, wrap
 from .family import DataSamples, data_samples, put_sizes, unify
 from .ir import Output, Partitioned, nodes_within
@@ -38,7 +39,7 @@ from .text import program_text
 
 @dataclass
 class Slot:
-    """Where one argument or result lives: its `Spec`, the mesh's placements, and torch's own spec of it.
+    """Where one argument or result lives: its `Spec`, the mesh's placements, torch's own spec of it, its device.
 
     A global size that data decide is an expression (and ``dtensor`` None): it is that of every piece.
     """
@@ -49,6 +50,7 @@ class Slot:
     shape: tuple[Any, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
     def __post_init__(self) -> None:
         self.placements = placements_for(self.spec, self.mesh)
@@ -66,7 +68,8 @@ class Slot:
     def place(self, value: torch.Tensor) -> DTensor:
         """``value``, a DTensor placed otherwise or a plain global tensor, as a DTensor placed so (differentiably)."""
         if not isinstance(value, DTensor):
-            value = DTensor.from_local(value, self.mesh, [Replicate()] * len(self.placements), run_check=False)
+            whole = [Replicate()] * len(self.placements)
+            value = DTensor.from_local(value.to(self.device), self.mesh, whole, run_check=False)
         elif value.device_mesh != self.mesh:
             spec = spec_in(value, self.mesh)
             value = DTensor.from_local(
@@ -169,6 +172,8 @@ def _for_this_rank(
             at = GraphModule(gm, copy.deepcopy(gm.graph))
             put_sizes(at.graph, samples.sizes()[i])
         groups = Groups(mesh) if mesh is not None else None
+        if mesh is not None:
+            at = settled(at, home(program.graph.graph), device_of(mesh))
         at = bind(at, program.mesh, groups.coordinates if groups is not None else {}, saved[i] if saved else ())
         members.append(at if groups is None else expand_collectives(at, groups))
     if samples is None:
@@ -233,6 +238,8 @@ class Runner:
         differentiable: Sequence[int],
     ) -> None:
         self.program, self.halves, self.mesh = program, halves, mesh
+        self.home = home(program.graph.graph)
+        self.device = torch.device(self.home) if mesh is None else device_of(mesh)
         self.checked = mesh is None or not dist.is_initialized() or mesh.size() == 1
         self.inputs = [i for i in program.inputs if i.kind != "tangent"]
         self.seed = next((k for k, i in enumerate(self.inputs) if i.kind == "seed"), None)
@@ -257,7 +264,8 @@ class Runner:
         value = node.meta["val"]
         shape = node.meta.get("global", tuple(value.shape))
         stride = _global_stride(value, shape) if all(isinstance(n, int) for n in shape) else ()
-        return Slot(name, spec, self.mesh, tuple(shape), stride, value.dtype)
+        device = self.device if value.device.type == self.home else value.device
+        return Slot(name, spec, self.mesh, tuple(shape), stride, value.dtype, device)
 
     # --- a call ---------------------------------------------------------------------------------------------
 
@@ -317,7 +325,7 @@ class Runner:
             if spec.mesh != slot.mesh and spec_in(tensor, slot.mesh) == slot.spec:
                 return tensor
         elif slot.spec.is_replicated():
-            return tensor
+            return tensor if tensor.device.type == slot.device.type else tensor.to(slot.device)
         return slot.place(tensor)
 
     def _write_back(self, target: torch.Tensor, placed: torch.Tensor, value: Any, with_grad: bool) -> None:

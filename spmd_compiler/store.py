@@ -84,7 +84,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, slice):
         return {"slice": [encode(v) for v in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.device):
-        return {"device": str(value)}
+        return {"device": value.type}
     for name, kind in CONSTANTS.items():
         if isinstance(value, kind):
             return {name: str(value).removeprefix("torch.")}
@@ -171,7 +171,7 @@ class Writer:
             raise SpmdError(f"a constant of the program can't be saved: {type(value).__name__} {tuple(value.shape)}")
         key = f"constant.{len(self.tensors)}"
         self.tensors[key] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": key, "device": str(value.device)}
+        return {"tensor": key, "device": value.device.type}
 
     def node(self, node: Node) -> dict[str, Any]:
         meta = {k: encode(node.meta[k]) for k in KEPT if node.meta.get(k) is not None}
@@ -197,7 +197,7 @@ def describe(value: Any) -> Any:
     """A fake value as JSON: what it takes to make one like it."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return [dtype, list(map(int, value.shape)), list(map(int, value.stride())), str(value.device)]
+        return [dtype, list(map(int, value.shape)), list(map(int, value.stride())), value.device.type]
     if isinstance(value, (list, tuple)):
         return {"tuple": [describe(v) for v in value]}
     return {"number": encode(value)} if isinstance(value, (bool, int, float)) else None
@@ -234,7 +234,8 @@ class Reader:
         return Draft(root, graph)
 
     def tensor(self, given: dict[str, Any]) -> torch.Tensor:
-        return self.tensors[given["tensor"]].to(given["device"])
+        kind = given["device"]  # that of the machine that saved it, maybe not of this
+        return self.tensors[given["tensor"]].to(kind if torch.get_device_module(kind).is_available() else "cpu")
 
     def value(self, given: Any) -> Any:
         if isinstance(given, dict):

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from . import collectives as coll
 from . import simulate
 from .bodies import Call, border, call_of, returned
+from .devices import on_cpu
 from .family import member
 from .ir import Partitioned, operands, results, source_line
 from .placements import Mesh, Spec, SpmdError
@@ -208,7 +209,7 @@ def compare(local: Partitioned, seed: int = 0) -> None:
         given = [_random(n, most, generator) for n in places]
         try:
             with torch.no_grad():
-                expected = simulate.run_global(local.captured.graph, given)
+                expected = simulate.run_global(on_cpu(local.captured.graph), given)
         except Exception as error:
             failure = error
             continue
@@ -219,7 +220,7 @@ def compare(local: Partitioned, seed: int = 0) -> None:
 def check(local: Partitioned, given: list) -> None:
     """`compare` on these global inputs."""
     with torch.no_grad():
-        expected = simulate.run_global(local.captured.graph, given)
+        expected = simulate.run_global(on_cpu(local.captured.graph), given)
     _compare(local, given, expected)
 
 
@@ -244,14 +245,15 @@ def _compare(local: Partitioned, given: list, expected: list) -> None:
 
 @torch.no_grad()
 def simulate_outputs(local: Partitioned, given: list) -> list:
-    """The global outputs of all simulated ranks, given the global inputs."""
+    """The global outputs of all simulated ranks, given the global inputs, on the CPU."""
     ranks = local.mesh.size
     feed: list[list] = [[] for _ in range(ranks)]
     for value, i in zip(given, local.inputs, strict=True):
+        value = value.cpu() if isinstance(value, torch.Tensor) else value
         pieces = [value] * ranks if i.spec is None else simulate.split(value, i.spec, local.mesh)
         for rank in range(ranks):
             feed[rank].append(pieces[rank])
-    outs = simulate.run(local.graph, local.mesh, feed)
+    outs = simulate.run(on_cpu(local.graph), local.mesh, feed)
     shapes = _output_shapes(local)
     joined = []
     for j, o in enumerate(local.outputs):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -31,6 +32,7 @@ from spmd_compiler.parallelize import parallelize
 from spmd_compiler.placements import SpmdError
 from spmd_compiler.program import export
 from spmd_compiler.runtime import direct
+from spmd_compiler.verify import verify
 
 MESHES = {}
 
@@ -436,8 +438,31 @@ def check_direct(lower):
         close(list(model.buffers()), list(reference.buffers()))
 
 
+def check_devices():
+    """What was planned for cards, on whichever of them, runs where its ranks are."""
+    mesh = mesh_of(dp=2, tp=2)
+    torch.manual_seed(0)
+
+    def f(x, w):
+        steps = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        shift = torch.tensor([1.0, 2.0, 3.0], device=x.device)
+        return F.pad(x * steps, (0, 3)) @ w + shift + torch.ones(3, device=x.device) + torch.tensor(2.0)
+
+    programs = []
+    for device in ("cuda:0", "cuda:1"):
+        with FakeTensorMode():
+            x, w = torch.empty(6, 8, device=device), torch.empty(11, 3, device=device)
+        programs.append(export(f, (x, w), mesh=mesh, placements={"x": {"dp": S0}, "w": {"tp": S0}}))
+    assert programs[0].text() == programs[1].text() and "device=cuda," in programs[0].text()
+    x, w = torch.randn(6, 8), torch.randn(11, 3)
+    verify(programs[1].local)
+    close(programs[1].simulate(x, w), f(x, w))
+    for lower in ("eager", "inductor"):
+        close(programs[1].compile(mesh, lower)(distribute_tensor(x, mesh, [S0, R]), w), f(x, w))
+
+
 CHECKS = [
-    check_constraint, check_frozen, check_graph_break, check_tangents, check_version, check_mutation,
+    check_constraint, check_devices, check_frozen, check_graph_break, check_tangents, check_version, check_mutation,
     check_sequence_parallel, check_distribute_module, check_random, check_plain, check_mesh_option,
     check_disagreement, check_failure, check_shapes_change, check_submesh,
 ]  # fmt: skip

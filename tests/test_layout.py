@@ -14,7 +14,7 @@ LEVELS = (
     ("placements", "collectives"),
     ("masks", "resampling", "dtensors", "cost", "dims"),
     ("decompositions", "ir"),
-    ("bodies",),
+    ("bodies", "devices"),
     ("annotations", "draws", "rules", "redistribute", "text", "simulate"),
     ("emit",),
     ("forms",),
