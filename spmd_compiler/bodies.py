@@ -188,7 +188,7 @@ def captured(body: GraphModule, mesh: Mesh, at: Border | None = None) -> Capture
     outputs = at.outputs if at is not None else (None,) * len(flat)
     return Captured(
         body,
-        [Input(n.name, "input", s) for n, s in zip(places, inputs, strict=True)],
+        [Input(n.name, "seed" if n.meta.get("seed") else "input", s) for n, s in zip(places, inputs, strict=True)],
         [Output(str(i), "result", s if isinstance(v, Node) else None)
          for i, (v, s) in enumerate(zip(flat, outputs, strict=True))],
         len(flat),

@@ -3,8 +3,10 @@
 ``spmd::draw(seed, stream, kind, size, offset, shape, dtype, device)`` yields the elements of a global tensor of
 ``shape`` from ``offset`` on, ``size`` of them in each dim.  Element ``i`` (row-major) is a function of ``seed`` (a 0-d
 int64 tensor), ``stream`` (an integer that no other draw of the program has) and ``i`` alone: the bits are
-SplitMix64's (Steele, Lea and Flood, OOPSLA 2014) with the key ``mix(mix(seed) ^ stream)``.  The op runs by the same
-int64 arithmetic that `DECOMPOSITIONS` gives a compiler.
+SplitMix64's (Steele, Lea and Flood, OOPSLA 2014), and their key is output ``stream`` of the SplitMix64 that starts at
+``seed``.  So streams add: the draws of ``seed + n * STEP`` are those of ``seed`` from stream ``n`` on, and a region
+that is called again gets a seed of its own at each call (`number`, `give_seeds`).  The op runs by the same int64
+arithmetic that `DECOMPOSITIONS` gives a compiler.
 
 ``kind`` is ``bits`` (63 random bits), ``uniform`` (``[0, 1)``, as many bits as the dtype's significand holds),
 ``normal`` (Box-Muller) or ``exponential`` (both in float64 by polynomials of plain products and sums, which every
@@ -22,9 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from .ir import META_KEYS, argument, copy_meta, fake_value, source_line
+from .bodies import bodies
+from .ir import META_KEYS, argument, body_of, copy_meta, fake_value, source_line
 from .placements import SpmdError
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -58,7 +61,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _key(seed: Tensor, stream: int) -> Tensor:
-    return _mix(_mix(seed + _STEP) ^ _signed((stream + 1) * _M2))
+    return _mix(seed + _signed((stream + 1) * _STEP))
 
 
 def _index(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
@@ -322,13 +325,15 @@ def is_random(node: Node) -> bool:
     return True
 
 
-def functionalize(graph: Graph, seed: Node, stream: int = 0) -> list[Node]:
-    """Replace every random operator of a joint graph by draws from ``seed``, numbered from ``stream`` on.
+def functionalize(graph: Graph, seed: Node) -> list[Node]:
+    """Replace every random operator of a joint graph by draws from ``seed``, in the streams that `number` gave them
+    (none: counted from 0).
 
     ``seed`` is a 0-d int64 node that stands before them.  Returns the random nodes that have no replacement (they
     are left alone).  Draws are functions of their arguments: they may be computed again in the backward.
     """
     left = []
+    count = 0
     for node in list(graph.nodes):
         rewrite = REWRITES.get(getattr(node.target, "overloadpacket", None)) if node.op == "call_function" else None
         if rewrite is None:
@@ -341,11 +346,11 @@ def functionalize(graph: Graph, seed: Node, stream: int = 0) -> list[Node]:
                 "share; leave generator= out, or draw outside the compiled function"
             )
         with graph.inserting_before(node):
-            made = rewrite(Write(graph, node, seed, stream), node)
+            made = rewrite(Write(graph, node, seed, node.meta.get("stream", count)), node)
         if made is None:
             left.append(node)
             continue
-        stream += 1
+        count += 1
         if isinstance(made, tuple):
             for user in list(node.users):
                 user.replace_all_uses_with(made[user.args[1]])
@@ -354,3 +359,78 @@ def functionalize(graph: Graph, seed: Node, stream: int = 0) -> list[Node]:
             node.replace_all_uses_with(made)
         graph.erase_node(node)
     return left
+
+
+# --- regions --------------------------------------------------------------------------------------------------
+
+
+def _region_draws(node: Node) -> GraphModule | None:
+    """The body that a call of a region runs, where that draws."""
+    if node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    body = body_of(node.args[0])
+    return body if body is not None and _draws(body) else None
+
+
+def _draws(body: GraphModule) -> bool:
+    return any(is_random(n) or _region_draws(n) is not None for n in body.graph.nodes)
+
+
+def number(graph: Graph) -> int:
+    """Set ``meta["stream"]`` of every random operator of a joint graph, and of every call of a region that draws the
+    first of the streams that are its body's, in the order in which one graph without regions would have them; return
+    how many there are.
+
+    A region's backward runs its forward again: its draws are those of the forward call that it belongs to.
+    """
+    count = 0
+    forward: dict[Any, Node] = {}  # by torch's number of a call, which its backward has too
+    for node in graph.nodes:
+        body = _region_draws(node)
+        if body is None:
+            if is_random(node):
+                node.meta["stream"] = count
+                count += 1
+            continue
+        first = forward.setdefault(node.meta.get("custom", {}).get("call_id", node), node)
+        node.meta["stream"] = first.meta.get("stream", count)
+        if first is node:
+            count += number(body.graph)
+        else:
+            _follow(node, body, body_of(first.args[0]))  # type: ignore[arg-type]
+    return count
+
+
+def _follow(call: Node, body: GraphModule, forward: GraphModule) -> None:
+    """Number a region's backward, which makes the draws of its forward again, in their order."""
+    given, again = ([n for n in g.graph.nodes if is_random(n)] for g in (forward, body))
+    regions = any(_region_draws(n) is not None for n in body.graph.nodes)
+    if regions or [n.target for n in given] != [n.target for n in again]:
+        raise SpmdError(
+            f"{source_line(call) or call.name}: the backward of a region (nested_compile_region) draws other numbers "
+            "than its forward; draw outside the region and pass the numbers in, or leave the region out"
+        )
+    for old, new in zip(given, again, strict=True):
+        new.meta["stream"] = old.meta["stream"]
+
+
+def give_seeds(gm: GraphModule, seed: Node) -> None:
+    """Pass every region that draws a seed as its last operand, so that its streams, counted from 0 in each body, are
+    those that `number` gave its call.  ``seed`` is the graph's own."""
+    known: dict[int, Node] = {0: seed}
+    for call in [n for n in gm.graph.nodes if _region_draws(n) is not None]:
+        first = call.meta["stream"]
+        if first not in known:
+            with gm.graph.inserting_before(call):
+                own = gm.graph.call_function(aten.add.Tensor, (seed, _signed(first * _STEP)))
+            own.meta.update(val=seed.meta["val"], phase=call.meta.get("phase", "forward"), source=source_line(call))
+            known[first] = own
+        call.args = (*call.args, known[first])
+    for body in {b: None for n in bodies(gm) if (b := body_of(n)) is not None and _draws(b)}:
+        places = body.graph.find_nodes(op="placeholder")
+        if any(n.meta.get("seed") for n in places):
+            continue
+        with body.graph.inserting_before(next(n for n in body.graph.nodes if n.op != "placeholder")):
+            place = body.graph.placeholder("seed")
+        place.meta.update(val=seed.meta["val"], phase="forward", seed=True)
+        give_seeds(body, place)

@@ -35,7 +35,7 @@ from . import ops  # noqa: F401  (registers the rules, and operators that decomp
 from .annotations import ANNOTATIONS, checked, constrain_op, from_local_op, spec_on
 from .bodies import adopt
 from .decompositions import EARLY, table
-from .draws import is_random
+from .draws import give_seeds, is_random, number
 from .ir import Captured, Draft, Input, Output, source_line
 from .placements import Mesh, Spec, SpmdError, depends_on_data
 from .sizes import LIBRARIES
@@ -105,9 +105,11 @@ class OutputIndex:
 def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     """AOTAutograd's joint graph.  Raises `SpmdError` for numbers and decisions that depend on data."""
     fixed = torch._dynamo.config.patch(automatic_dynamic_shapes=False)  # bodies are of the sizes at hand
+    tables = all_decompositions()
+    kept = torch._inductor.config.patch(fallback_random=True)  # draws that nothing reads: others are counted by them
     try:
-        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers(), fixed:
-            return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=all_decompositions())
+        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers(), fixed, kept:
+            return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=tables)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise depends_on_data(_user_line(error), _what(error)) from error
     except GuardOnDataDependentSymNode as error:
@@ -336,10 +338,10 @@ def _name_axes(gm: GraphModule, mesh: Mesh) -> None:
 
 
 def _check_bodies(gm: GraphModule) -> None:
-    """Raise `SpmdError` for draws inside the body of a higher-order operator, which no seed reaches."""
+    """Raise `SpmdError` for draws inside the body of a higher-order operator that no seed reaches (regions get one)."""
     for name, body in gm.named_modules():
         for node in body.graph.nodes if name and isinstance(body, GraphModule) else ():
-            if is_random(node):
+            if is_random(node) and "stream" not in node.meta:
                 raise SpmdError(
                     f"{node.name} ({source_line(node) or name}): {node.target} draws inside the body of a higher-order "
                     "operator, so that each rank would draw its own; draw before it and pass the numbers in"
@@ -406,10 +408,11 @@ def assemble(
     gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
     _check_values(gm)
     _release_checks(gm)
-    _check_bodies(gm)
     constants = _lift_constants(gm, fake_mode)
     _set_phases(gm)
     adopt(gm)
+    draws = number(gm.graph)
+    _check_bodies(gm)
     _name_axes(gm, mesh)
     inputs: list[Input] = []
     arguments: list[int | torch.Tensor] = []
@@ -437,11 +440,12 @@ def assemble(
             )
         else:
             raise SpmdError(f"input {node.name}: {desc.expr()} is not supported; clone one of the views that alias")
-    if any(is_random(n) for n in gm.graph.nodes):
+    if draws:
         with fake_mode:
             seed = _append_primal(gm, torch.empty((), dtype=torch.int64))
         seed.meta["phase"] = "forward"
         inputs.append(Input("seed", "seed", Spec.replicate(mesh)))
+        give_seeds(gm, seed)
 
     outputs: list[Output] = []
     kept: list[Any] = []

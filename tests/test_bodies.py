@@ -1,6 +1,5 @@
 """Operators that take bodies: partitioned inside, equal to one device on every simulated rank and over gloo."""
 
-import copy
 import dataclasses
 
 import pytest
@@ -16,7 +15,7 @@ from spmd_compiler.collectives import collectives
 from spmd_compiler.ir import body_of, nodes_within
 from spmd_compiler.reader import parse
 from spmd_compiler.text import Text
-from spmd_compiler.verify import VerificationError, derive
+from spmd_compiler.verify import VerificationError, derive, simulate_outputs
 
 
 def mlp(x, a, b):
@@ -199,28 +198,36 @@ def test_over_gloo(gloo4, name, how, sizes):
 # --- regions ----------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self):
+class Flat(nn.Module):
+    def __init__(self, drop=0.0):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = drop
 
-    @torch.compiler.nested_compile_region
     def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        if not self.drop:
+            return x + self.down(hidden)
+        hidden = nn.functional.dropout(hidden, self.drop) * torch.rand_like(hidden)
+        return x + self.down(hidden) + torch.randn_like(x)  # which the backward has no use for
+
+
+class Block(Flat):
+    forward = torch.compiler.nested_compile_region(Flat.forward)
 
 
 class Tower(nn.Module):
-    def __init__(self, depth):
+    def __init__(self, depth, drop=0.0, block=Block):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.drop, self.blocks = drop, nn.ModuleList(block(drop) for _ in range(depth))
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return nn.functional.dropout(x, self.drop).square().mean()
 
 
-def regions(depth, verify=True):
+def regions(depth, verify=True, batch=8, **given):
     """The passes' program of a step of a tower of equal regions: weights on tp, the batch on dp."""
     torch._dynamo.reset()
     found = []
@@ -235,7 +242,7 @@ def regions(depth, verify=True):
         found.append(passes.run(captured, passes.Options("bytes", verify=verify)))
         return gm.forward
 
-    torch.compile(Tower(depth), backend=plan)(torch.randn(8, 16))
+    torch.compile(Tower(depth, **given), backend=plan)(torch.randn(batch, 16))
     return found[0]
 
 
@@ -248,19 +255,55 @@ def test_regions_are_partitioned_once():
     assert str(parse(str(Text.of(many)))) == str(Text.of(many))
 
 
-def steps_of_regions():
+@pytest.mark.parametrize("batch", [8, 7])
+def test_regions_draw_what_they_draw_inlined(batch):
+    """Each call its own numbers, in the backward those of its forward, on every rank and with regions or without."""
+    inlined, local = (regions(3, b is Block, batch, drop=0.4, block=b) for b in (Flat, Block))
+    assert len({body_of(n) for n in local.graph.graph.nodes} - {None}) == 2
     torch.manual_seed(0)
-    plain = Tower(3).double()
+    places = local.captured.graph.graph.find_nodes(op="placeholder")
+    given = {i.name: torch.randn(n.meta["val"].shape) for i, n in zip(local.inputs, places, strict=True) if i.kind != "seed"}
+    given["seed"] = torch.tensor(2**62 + 1)
+    found = [{o.name + o.kind: v for o, v in zip(p.outputs, simulate_outputs(p, [given[i.name] for i in p.inputs]), strict=True)}
+             for p in (inlined, local)]  # fmt: skip
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_a_region_whose_backward_draws_too_is_refused():
+    with pytest.raises(Exception, match=r"backward of a region .* draws other numbers than its forward"):
+        regions(3, drop=0.4, block=Noisy)
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.rand_like(grad)
+
+
+class Noisy(Flat):
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return Noise.apply(super().forward(x))
+
+
+def steps_of_regions():
+    """Loss and gradients are those of the same without regions, draws included."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    columns, rows = {"tp": Shard(0)}, {"tp": Shard(1)}
-    ours = spmd.parallelize(copy.deepcopy(plain), mesh, {"*.up.*": columns, "*.down.weight": rows})
-    torch.compiler.reset()
-    step = torch.compile(ours, backend="spmd", options={"lower": "eager", "profile": "bytes"})
-    x = torch.randn(7, 16, dtype=torch.float64)
-    loss, want = step(distribute_tensor(x, mesh, [Shard(0), Replicate()])), plain(x)
-    loss.backward(), want.backward()
-    grads = [whole(p.grad) for p in ours.parameters()]
-    torch.testing.assert_close([whole(loss), *grads], [want, *(p.grad for p in plain.parameters())])
+    found = []
+    for block in (Flat, Block):
+        torch.compiler.reset(), torch.manual_seed(0)
+        tower = Tower(3, 0.4, block).double()
+        ours = spmd.parallelize(tower, mesh, {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}})
+        step = torch.compile(ours, backend="spmd", options={"lower": "eager", "profile": "bytes"})
+        x = torch.randn(7, 16, dtype=torch.float64)
+        loss = step(distribute_tensor(x, mesh, [Shard(0), Replicate()]))
+        loss.backward()
+        found.append([whole(loss), *(whole(p.grad) for p in ours.parameters())])
+    torch.testing.assert_close(*found)
 
 
 def test_regions_train_over_gloo(gloo4):
