@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CHECK := $(VENV)/typecheck
 WORKERS ?= 2
+CONSTRAINTS ?= constraints.txt
 
 export OMP_NUM_THREADS ?= 1
 export PYTHONUNBUFFERED = 1
@@ -16,10 +17,10 @@ demo: $(VENV)/.installed
 
 test: lint types unit
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-build-isolation -e '.[test]'
 	touch $@
 
 lint: $(VENV)/.installed

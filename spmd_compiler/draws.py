@@ -392,7 +392,13 @@ def number(graph: Graph) -> int:
                 node.meta["stream"] = count
                 count += 1
             continue
-        first = forward.setdefault(node.meta.get("custom", {}).get("call_id", node), node)
+        call = node.meta.get("custom", {}).get("call_id")
+        if call is None and node.meta.get("phase") == "backward":
+            raise SpmdError(
+                f"{source_line(node) or node.name}: a region (nested_compile_region) draws, and this torch doesn't say "
+                "to which of its calls a backward belongs (2.13 does); draw outside the region and pass the numbers in"
+            )
+        first = forward.setdefault(node if call is None else call, node)
         node.meta["stream"] = first.meta.get("stream", count)
         if first is node:
             count += number(body.graph)

@@ -342,7 +342,8 @@ def install() -> None:
     wrap_input = builder.wrap_to_fake_tensor_and_record
     wrap_float = builder.VariableBuilder.wrap_symfloat
     call_method = tensor.TensorVariable.call_method
-    var_getattr = tensor.TensorVariable.var_getattr
+    getattr_name = "var_getattr" if hasattr(tensor.TensorVariable, "var_getattr") else "tp_getattro_impl"  # torch 2.14
+    var_getattr = getattr(tensor.TensorVariable, getattr_name)
     call_isinstance = builtin.BuiltinVariable.call_isinstance
     call_function = torch_variables.TorchInGraphFunctionVariable.call_function
     convert, fake_value = convert_frame.ConvertFrameAssert.__call__, builder.get_fake_value
@@ -419,6 +420,6 @@ def install() -> None:
     builder.VariableBuilder.wrap_symfloat = our_wrap_float
     builder.wrap_to_fake_tensor_and_record = our_wrap_input
     tensor.TensorVariable.call_method = our_call_method
-    tensor.TensorVariable.var_getattr = our_var_getattr
+    setattr(tensor.TensorVariable, getattr_name, our_var_getattr)
     builtin.BuiltinVariable.call_isinstance = our_call_isinstance
     torch_variables.TorchInGraphFunctionVariable.call_function = our_call_function

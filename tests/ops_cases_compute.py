@@ -6,6 +6,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (defines its operators)
 from ops_cases import CASES, CUBE, DECOMPOSED, MESHES, NO_RULE, ONE, aten, case, prims
 from torch import float32, float64, int64
+from versions import TORCH
 
 from spmd_compiler.placements import Mesh
 
@@ -280,7 +281,7 @@ def triangle(s, *shape):
 
 
 for shape in ((8, 3, 3), (5, 3, 3)):
-    for name in ["linalg_inv_ex", "linalg_cholesky_ex", "cholesky", "linalg_lu_factor_ex", "linalg_lu", "linalg_qr",
+    for name in ["linalg_inv_ex", "linalg_cholesky_ex", *["cholesky"] * (TORCH < (2, 14)), "linalg_lu_factor_ex", "linalg_lu", "linalg_qr",
                  "_linalg_eigh", "_linalg_det", "_linalg_slogdet", "linalg_matrix_exp", "linalg_ldl_factor_ex", "geqrf",
                  "_linalg_svd", "linalg_eig"]:  # fmt: skip
         case(getattr(aten, name).default, lambda s, n=shape: [positive(s, *n)], shards="b0")
@@ -309,7 +310,7 @@ case(aten._trilinear.default, lambda s: [s.f(8, 3), s.f(5, 3, 4), s.f(8, 4), [1,
      shards="t0 t1 t2 t3")  # fmt: skip
 case(aten.linalg_pinv.atol_rtol_tensor, lambda s: [positive(s, 8, 3, 3)],
      lambda s: {"atol": s.p(8) * 1e-9, "rtol": s.p() * 1e-9}, shards="b0")  # fmt: skip
-for x, over in (([8, 4], [1, 0]), ([5, 8, 4], [1, 2])):
+for x, over in (([8, 4], [1, 0] if TORCH > (2, 11) else [0, 1]), ([5, 8, 4], [1, 2])):  # torch 2.11 takes the last first
     case(aten._fft_c2c.default, lambda s, n=x, d=over: [torch.complex(s.f(*n), s.f(*n)), d, 2, False], to=DECOMPOSED)
 for x, over in (([6, 4], [1, 0]), ([4, 8, 6], [0, 2])):
     case(aten._fft_r2c.default, lambda s, n=x, d=over: [s.f(*n), d, 0, True], to=DECOMPOSED)

@@ -5,8 +5,11 @@ import test_llama
 import torch
 import transformers as hf
 from torch.distributed.tensor import Shard
+from versions import TORCH
 
 import spmd_compiler as spmd
+
+pytestmark = pytest.mark.skipif(TORCH == (2, 11), reason="torch 2.11 keeps other values for the backward")
 
 LLAMA = test_llama.Config(vocab=32000, dim=4096, layers=1, heads=32, kv_heads=8, ffn=14336, length=512)
 PARALLELISMS = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from versions import TORCH
 
 from spmd_compiler import draws as random
 from spmd_compiler.draws import decomposed, draw, functionalize
@@ -218,5 +219,5 @@ def test_operators_without_a_replacement_are_named():
 
 
 def test_a_generator_of_its_own_is_an_error():
-    with pytest.raises(SpmdError, match="generator"):
+    with pytest.raises(SpmdError if TORCH > (2, 11) else NotImplementedError, match=r"[gG]enerator"):
         replaced(lambda x: x + torch.randn(4096, generator=torch.Generator()), X)
