@@ -18,8 +18,9 @@ from ..cost import Profile
 from ..ir import Partitioned, nbytes
 from ..memory import storage
 from ..placements import Mesh
-from ..timeline import COMPUTE, duration
+from ..timeline import COMPUTE, Call, duration, seconds
 
+ROUNDS = 4
 NEAR = 64  # how many calls are looked at for one to run while a collective is on its way
 
 Key = tuple[float, ...]
@@ -56,8 +57,16 @@ def _reorder(graph: Graph, nodes: Sequence[Node]) -> None:
 
 
 def _ordered(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
+    """What starts early waits less, and what waits less starts the next in time: an order is ordered again, and the
+    shortest is kept."""
     nodes = _early(nodes, profile.overlap)
-    return _overlapped(nodes, mesh, profile) if profile.overlap else nodes
+    if not profile.overlap:
+        return nodes
+    took = {n: duration(n, mesh, profile) for n in nodes}
+    orders = [nodes]
+    while len(orders) <= ROUNDS and (again := _overlapped(orders[-1], took)) not in orders:
+        orders.append(again)
+    return min(orders, key=lambda o: seconds([Call(n, *took[n], tuple(n.all_input_nodes)) for n in o]))
 
 
 def _grows(node: Node) -> bool:
@@ -83,10 +92,9 @@ def _early(nodes: list[Node], at_once: bool) -> list[Node]:
     return sorted(nodes, key=place.__getitem__)
 
 
-def _overlapped(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
-    """A list schedule of the streams of `timeline`, in seconds of the profile."""
+def _overlapped(nodes: list[Node], took: Mapping[Node, tuple[float, str]]) -> list[Node]:
+    """A list schedule of the streams of `timeline`; ``took`` has the seconds of each call and its stream."""
     given, nodes = [n for n in nodes if n.op == "placeholder"], [n for n in nodes if n.op != "placeholder"]
-    took = {n: duration(n, mesh, profile) for n in nodes}
     wanted = _wanted(nodes, took)
     index = {n: i for i, n in enumerate(nodes)}
     missing = {n: sum(u in index for u in n.all_input_nodes) for n in nodes}
@@ -120,16 +128,16 @@ def _overlapped(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
         _, number = ready.pop(blocked if chosen is None else chosen)
         node = nodes[number]
         arrives = operands_at(node)
-        seconds, stream = took[node]
-        if seconds:
+        length, stream = took[node]
+        if length:
             for used in node.all_input_nodes:
                 unread.pop(storage(used)[0], None)
         if is_collective(node):
-            there[node] = sent[stream] = max(now, arrives, sent.get(stream, 0.0)) + seconds
+            there[node] = sent[stream] = max(now, arrives, sent.get(stream, 0.0)) + length
             if _grows(node):
                 unread[node] = nbytes(node.meta["val"])
         else:
-            there[node] = now = max(now, arrives) + seconds
+            there[node] = now = max(now, arrives) + length
         found.append(node)
         for user in node.users:
             if user in missing:
@@ -151,9 +159,9 @@ def _wanted(nodes: Sequence[Node], took: Mapping[Node, tuple[float, str]]) -> di
     exact = dict(stands)
     begins: dict[str, float] = {}  # of the collective that comes next on a stream
     for node in sorted(reversed(first), key=first.__getitem__, reverse=True):  # the latest first
-        seconds, stream = took[node]
+        length, stream = took[node]
         end = min((exact[u] for u in node.users if u in exact), default=now)
-        begin = begins[stream] = min(end, begins.get(stream, now)) - seconds
+        begin = begins[stream] = min(end, begins.get(stream, now)) - length
         if _grows(node):
             chain = [node]
             while chain[-1] in stands and len(chain[-1].all_input_nodes) == 1:

@@ -7,7 +7,9 @@ collective before it on its stream are done; computation goes on until it needs 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,23 +39,65 @@ class Event:
     source: str
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a step runs: a key of its own, seconds on a stream, and the keys of what it reads."""
+
+    key: Any
+    seconds: float
+    stream: str
+    reads: tuple[Any, ...]
+
+
+def calls(local: Partitioned) -> list[Call]:
+    """The calls of a step on a device, in their order, by their nodes."""
+    profile, mesh = profile_of(local.profile), local.mesh
+    return [Call(n, *duration(n, mesh, profile), tuple(n.all_input_nodes)) for n in local.graph.graph.nodes]
+
+
+def timed(step: Sequence[Call]) -> list[Call]:
+    """The calls of a step that take time; what reads another reads what that was made from."""
+    sources: dict[Any, tuple[Any, ...]] = {}
+    found = []
+    for call in step:
+        reads = tuple(dict.fromkeys(s for r in call.reads for s in sources[r]))
+        sources[call.key] = (call.key,) if call.seconds else reads
+        if call.seconds:
+            found.append(dataclasses.replace(call, reads=reads))
+    return found
+
+
+def starts(step: Sequence[Call]) -> list[float]:
+    """When each call starts; what it reads from elsewhere is there."""
+    ready: dict[Any, float] = {}
+    free = {COMPUTE: 0.0}
+    found = []
+    for call in step:
+        begin = max([ready.get(r, 0.0) for r in call.reads], default=0.0)
+        if call.seconds:
+            begin = max(begin, free[COMPUTE], free.get(call.stream, 0.0))
+            free[call.stream] = begin + call.seconds
+        ready[call.key] = begin + call.seconds
+        found.append(begin)
+    return found
+
+
+def seconds(step: Sequence[Call]) -> float:
+    """What a step takes."""
+    return max((begin + call.seconds for call, begin in zip(step, starts(step), strict=True)), default=0.0)
+
+
 def timeline(local: Partitioned) -> list[Event]:
     """The events of one step on a device; views and other calls that take no time are left out."""
-    profile, mesh = profile_of(local.profile), local.mesh
-    ready: dict[Node, float] = {}
-    free = {COMPUTE: 0.0}
+    step = calls(local)
     events = []
-    for node in local.graph.graph.nodes:
-        begin = max((ready[n] for n in node.all_input_nodes), default=0.0)
-        seconds, stream = duration(node, mesh, profile)
-        if seconds:
-            begin = max(begin, free[COMPUTE], free.get(stream, 0.0))
-            free[stream] = begin + seconds
+    for call, begin in zip(step, starts(step), strict=True):
+        node, stream = call.key, call.stream
+        if call.seconds:
             phase = "backward" if node.meta.get("phase") == "backward" else "forward"
             named = f"{KINDS[node.target]}[{stream}]" if is_collective(node) else str(node.target)
             what = named.removesuffix(".default")
-            events.append(Event(node.name, what, stream, begin, seconds, phase, source_line(node)))
-        ready[node] = begin + seconds
+            events.append(Event(node.name, what, stream, begin, call.seconds, phase, source_line(node)))
     return events
 
 

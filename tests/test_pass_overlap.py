@@ -110,6 +110,13 @@ def test_what_is_priced_as_hidden_is_hidden(monkeypatch):
     assert step(after) <= after.price + ends[0] + ends[-1] + 1e-6
 
 
+def test_ordering_again_does_not_make_a_step_longer():
+    program = planned(overlap=True, rows=512)
+    before = step(program)
+    passes.ORDERING["overlap"](program.local, program.local.profile)
+    assert step(program) <= before
+
+
 @pytest.mark.parametrize("bandwidth", [5e7, 2e9, 1e12])
 def test_copies_are_gathered_one_ahead(bandwidth):
     """However slow the wire, no more than two copies that nobody has read yet are there."""
