@@ -3,7 +3,8 @@
     python -m benchmarks.overlap [--layers 4]
 
 ``in turn`` is the step of the program planned without ``overlap=True``, ``beside`` with it, both read off the predicted
-timeline of the program in its order; ``price`` is what the solver promised, which knows no order.
+timeline of the program in its order, and ``joined`` with ``buckets=True`` too; ``price`` is what the solver promised of
+``beside``, which knows no order.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import Any
 import torch
 
 import spmd_compiler as spmd
+from benchmarks.models import ResNet
 from benchmarks.scale import llama
 from spmd_compiler.timeline import COMPUTE, timeline
 
-LAYOUTS: dict[str, tuple[dict[str, int], int]] = {
-    "FSDP, 8": ({"dp": 8}, 8),
-    "FSDP, 32": ({"dp": 32}, 32),
-    "FSDP, 64": ({"dp": 64}, 64),
-    "FSDP x TP, 8 x 8": ({"dp": 8, "tp": 8}, 32),
+LAYOUTS: dict[str, tuple[dict[str, int], int, int]] = {  # the mesh, sequences and their length
+    "FSDP, 8": ({"dp": 8}, 8, 8192),
+    "FSDP, 32": ({"dp": 32}, 32, 8192),
+    "FSDP, 64": ({"dp": 64}, 64, 8192),
+    "FSDP x TP, 8 x 8": ({"dp": 8, "tp": 8}, 32, 8192),
+    "FSDP, 64, 512 tokens": ({"dp": 64}, 64, 512),
 }
+WAYS: tuple[dict[str, Any], ...] = ({}, {"overlap": True}, {"overlap": True, "buckets": True})
 
 
 def main() -> None:
@@ -31,23 +35,37 @@ def main() -> None:
     parser.add_argument("--profile", default="h100")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| layout | computation, ms | in turn | beside | price | beside / in turn |", flush=True)
-    print("|---|--:|--:|--:|--:|--:|", flush=True)
-    for name, (mesh, batch) in LAYOUTS.items():
+    print("| layout | computation, ms | in turn | beside | joined | price | beside / in turn | joined / beside |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
+    rows = {"dp": spmd.Shard(0)}
+    for name, (mesh, batch, length) in LAYOUTS.items():
         model, _, placements = llama(mesh, args.layers)
         if "tp" not in mesh:
-            placements = {name: {"dp": spmd.Shard(0)} for name in ("*weight", "ids", "targets")}
-        ids = torch.zeros(batch, 8192, dtype=torch.int64, device="meta")
-        steps: list[float] = []
-        for beside in (False, True):
-            program: Any = spmd.export(
-                model, (ids, ids), mesh=mesh, placements=placements, backward=True, profile=args.profile, overlap=beside
-            )
-            events = timeline(program.local)
-            steps.append(max(e.start + e.seconds for e in events))
-        compute = sum(e.seconds for e in events if e.stream == COMPUTE)
-        figures = [f"{1e3 * s:.1f}" for s in (compute, *steps, program.price)]
-        print(f"| {name} | {' | '.join(figures)} | {steps[1] / steps[0]:.2f} |", flush=True)
+            placements = {name: rows for name in ("*weight", "ids", "targets")}
+        ids = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+        report(name, model, (ids, ids), mesh, placements, args.profile)
+    with torch.device("meta"):
+        net, images = ResNet((3, 4, 6, 3), 64, 1000), torch.zeros(64, 3, 224, 224)
+        labels = torch.zeros(64, dtype=torch.int64)
+    report("ResNet-50, data, 64", net, (images, labels), {"dp": 64}, {"images": rows, "labels": rows}, args.profile)
+
+
+def report(name: str, model: Any, args: Any, mesh: dict[str, int], placements: Any, profile: str) -> None:
+    """Print one row."""
+    steps: list[float] = []
+    prices: list[float] = []
+    for way in WAYS:
+        program: Any = spmd.export(
+            model, args, mesh=mesh, placements=placements, backward=True, profile=profile, **way
+        )  # fmt: skip
+        events = timeline(program.local)
+        steps.append(max(e.start + e.seconds for e in events))
+        prices.append(program.price)
+        if way == WAYS[1]:
+            compute = sum(e.seconds for e in events if e.stream == COMPUTE)
+    figures = [f"{1e3 * s:.1f}" for s in (compute, *steps, prices[1])]
+    ratios = f"{steps[1] / steps[0]:.2f} | {steps[2] / steps[1]:.3f}"
+    print(f"| {name} | {' | '.join(figures)} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,12 @@ from ..family import (
     member,
     pieces_of,
 )
-from ..ir import Captured, Partitioned
+from ..ir import Captured, Partitioned, copied
 from ..memory import Memory, peak
 from ..placements import SpmdError
 from ..progress import stage
 from ..text import captured_text, program_text
+from ..timeline import calls, seconds
 from . import annotate, bucket, overlap, pad, partition, propagate, simplify, unmerge
 
 
@@ -158,11 +159,21 @@ def _written(
     dump("partition", local)
     local = simplify.run(local)
     dump("simplify", local)
+    beside = orders.overlap and orders.buckets
     for name, order in ORDERING.items():
-        local = order(local, orders)
+        local = _joined(local, orders) if beside and name == "bucket" else order(local, orders)
         dump(name, local)
     unnumber(local.graph.graph)
     return local
+
+
+def _joined(local: Partitioned, orders: Profile) -> Partitioned:
+    """`bucket` of a program in its order, by which what to join is judged; or that, where its step is as short."""
+    bucketed, ordered = ORDERING["bucket"], ORDERING["overlap"]
+    apart = ordered(local, orders)
+    joined = bucketed(copied(apart), orders)
+    steps = [seconds(calls(p)) for p in (apart, ordered(copied(joined), orders))]
+    return joined if steps[1] < steps[0] else apart
 
 
 def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propagate.Plan:

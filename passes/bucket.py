@@ -13,9 +13,11 @@ from .. import collectives as coll
 from ..cost import Profile
 from ..ir import Partitioned, Writer, nbytes
 from ..placements import Mesh
+from ..timeline import COMPUTE, Call, calls, seconds, timed
 
 aten = torch.ops.aten
 MOST = 2**26  # bytes of one joined operand: what waits for the last of its members
+SAME = 1e-9
 JOINED = (coll.all_reduce, coll.all_gather, coll.reduce_scatter, coll.all_to_all)
 
 
@@ -35,12 +37,16 @@ def run(local: Partitioned, profile: Profile) -> Partitioned:
     needs another, joined where that pays: operands are flattened and concatenated, results cut out.  As many bytes
     travel.  Only even pieces of known sizes are joined; ``local.saved`` has the seconds saved.
 
+    Where collectives run beside computation, the graph is in the order of `overlap`, and it pays what makes the step
+    of its timeline shorter: a joined collective waits for the last of its operands.
+
     Nothing changes under a profile that doesn't ask for it, or prices bytes alone.
     """
     if not profile.buckets or not profile.repeats_work:
         return local
     graph = local.graph.graph
-    while members := _next(local, profile):
+    found = iter(_Beside(local, profile).groups()) if profile.overlap else iter(lambda: _next(local, profile), [])
+    for members in found:
         local.saved += _saved(members, local.mesh, profile)
         _join(graph, [m.node for m in members], local.mesh, _results(local))
     graph.eliminate_dead_code()
@@ -50,6 +56,21 @@ def run(local: Partitioned, profile: Profile) -> Partitioned:
 
 def _next(local: Partitioned, profile: Profile) -> list[_Item]:
     """Items to be joined next (none: all is done)."""
+    for items in _items(local, profile):
+        for last in sorted(items, key=lambda i: i.wanted):
+            found, size = [], 0
+            for item in sorted(items, key=lambda i: i.ready):
+                more = nbytes(item.node.args[0].meta["val"])  # type: ignore[union-attr]
+                if item.ready < last.wanted <= item.wanted and size + more <= MOST:
+                    found.append(item)
+                    size += more
+            if _saved(found, local.mesh, profile) > 0:
+                return found
+    return []
+
+
+def _items(local: Partitioned, profile: Profile) -> list[list[_Item]]:
+    """What may be joined: collectives of one axis, kind, dtype and phase together."""
     groups: dict[Any, list[_Item]] = {}
     order = {n: i for i, n in enumerate(local.graph.graph.nodes)}
     results = _results(local)
@@ -62,17 +83,83 @@ def _next(local: Partitioned, profile: Profile) -> list[_Item]:
             key = (node.target, coll.axes_of(node), coll.reduce_op(node), node.meta["val"].dtype, phase)
             item = _Item(node, order[node.args[0]], min(order[u] for u in node.users), cost)  # type: ignore[index]
             groups.setdefault(key, []).append(item)
-    for items in groups.values():
-        for last in sorted(items, key=lambda i: i.wanted):
-            found, size = [], 0
-            for item in sorted(items, key=lambda i: i.ready):
-                more = nbytes(item.node.args[0].meta["val"])  # type: ignore[union-attr]
-                if item.ready < last.wanted <= item.wanted and size + more <= MOST:
-                    found.append(item)
-                    size += more
-            if _saved(found, local.mesh, profile) > 0:
-                return found
-    return []
+    return list(groups.values())
+
+
+class _Beside:
+    """What to join in a step whose collectives run beside computation."""
+
+    def __init__(self, local: Partitioned, profile: Profile) -> None:
+        self.local, self.profile = local, profile
+        self.step = timed(calls(local))
+
+    def groups(self) -> list[list[_Item]]:
+        """One after another: collectives in the order in which they are wanted, each with those before it as long as
+        that makes the step shorter."""
+        found, shortest = [], seconds(self.step)
+        for items in _items(self.local, self.profile):
+            group: list[_Item] = []
+            joined = self.step
+            for item in sorted(items, key=lambda i: i.wanted):
+                more = [*group, item]
+                trial = self._joined(more) if len(more) > 1 else None
+                if trial is not None and (took := seconds(trial)) < shortest * (1 - SAME):
+                    group, joined, shortest = more, trial, took
+                    continue
+                if len(group) > 1:
+                    found.append(group)
+                    self.step = joined
+                group = [item]
+            if len(group) > 1:
+                found.append(group)
+                self.step = joined
+        return found
+
+    def _joined(self, items: list[_Item]) -> list[Call] | None:
+        """The step in which these are one; None where one is wanted before another is ready, or they are large."""
+        profile, members = self.profile, {i.node: i for i in items}
+        size = sum(nbytes(n.args[0].meta["val"]) for n in members)  # type: ignore[union-attr]
+        if size > MOST:
+            return None
+        place = {c.key: i for i, c in enumerate(self.step)}
+        reads = tuple(r for c in self.step if c.key in members for r in c.reads)
+        ready = max((place[r] for r in reads), default=-1)
+        first: dict[Node, int] = {}
+        for i, call in enumerate(self.step):
+            for r in call.reads:
+                if r in members:
+                    first.setdefault(r, i)
+        behind = max(ready, min(place[n] for n in members) - 1)
+        if min(first.values(), default=len(self.step)) <= behind:
+            return None
+        node = items[0].node
+        axes = coll.axes_of(node)
+        whole = sum(coll.message_bytes(n) for n in members)
+        alike = tuple(members)
+        packed = sum(_traffic(n.args[0].meta["val"], profile) for n in members) + profile.launch  # type: ignore[union-attr]
+        new = [
+            Call(("packed", alike), packed, COMPUTE, reads),
+            Call(alike, profile.collective(self.local.mesh, coll.KINDS[node.target], axes, whole), "/".join(axes),
+                 (("packed", alike),)),
+        ]  # fmt: skip
+        unpacked: dict[int, list[Call]] = {}
+        for n in members:
+            blocks = n.target in (coll.all_gather, coll.all_to_all)
+            took = _traffic(n.meta["val"], profile) + profile.launch if blocks else 0.0
+            unpacked.setdefault(first.get(n, len(self.step)), []).append(Call(n, took, COMPUTE, (alike,)))
+        made = new if behind < 0 else []
+        for i, call in enumerate(self.step):
+            made += unpacked.get(i, [])
+            if call.key not in members:
+                made.append(call)
+            if i == behind:
+                made += new
+        return made + unpacked.get(len(self.step), [])
+
+
+def _traffic(value: torch.Tensor, profile: Profile) -> float:
+    """Seconds of a copy, in a kernel that copies more."""
+    return profile.compute(0.0, 2 * nbytes(value), value.element_size()) - profile.launch
 
 
 def _results(local: Partitioned) -> set[Node]:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -146,7 +146,10 @@ class Draft(torch.fx.GraphModule):
         return torch.fx.GraphModule(self, self.graph).__reduce__()
 
 
-def copied(captured: Captured) -> Captured:
+_Of = TypeVar("_Of", "Captured", "Partitioned")
+
+
+def copied(captured: _Of) -> _Of:
     """The same with a graph of its own, to be rewritten."""
     graph, env = Graph(), dict[Node, Node]()
     graph.output(graph.graph_copy(captured.graph.graph, env))

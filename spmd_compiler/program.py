@@ -367,7 +367,8 @@ def export(
 
     With ``overlap`` a step is priced as if gathers of weights and reductions of gradients ran beside computation, and
     only what they take longer than that, and their starts, counted (a profile's ``overlap`` says the same).  With
-    ``buckets`` small collectives of one axis and kind are joined where their starts cost more than copies do.
+    ``buckets`` small collectives of one axis and kind are joined where their starts cost more than copies do, and with
+    both where that makes the step of the predicted timeline shorter.
 
     The contract says what the program must keep, whatever placements lead to: no collective that ``forbid`` names
     (``"all_gather"``, ``"all_gather[tp]"``, ``"*[dp]"``), as many as ``expect`` maps a name to, no more than

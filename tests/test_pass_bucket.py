@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 import spmd_compiler as spmd
 from spmd_compiler.collectives import collectives
 from spmd_compiler.cost import PROFILES, Link
+from spmd_compiler.timeline import timeline
 
 SLOW = dataclasses.replace(PROFILES["h100"], name="slow", intra=Link(1e-5, 1e6), inter=Link(1e-5, 1e6))
 KINDS = {
@@ -86,6 +87,30 @@ def test_a_step_has_fewer_collectives_and_the_same_results(mesh, placements, tmp
     again = spmd.load(tmp_path / "p.spmd")
     assert again.text() == joined.text() and again.price == joined.price
     again.verify()
+
+
+def step(program):
+    return max(e.start + e.seconds for e in timeline(program.local))
+
+
+@pytest.mark.parametrize("placements", [{"x": {"a": Shard(0)}}, FSDP], ids=["data", "fsdp"])
+def test_beside_computation_nothing_is_joined_that_makes_the_step_longer(placements):
+    def planned(alpha, **options):
+        link = Link(alpha, 1e9)
+        prices = dataclasses.replace(SLOW, name=f"start {alpha}", matmul={4: 1e10}, memory=1e12, intra=link, inter=link)
+        return spmd.export(
+            Net(), (torch.zeros(256, 16),), mesh={"a": 4}, placements=placements, backward=True, profile=prices,
+            overlap=True, **options,
+        )  # fmt: skip
+
+    gained = 0
+    for alpha in (1e-8, 1e-6, 1e-5):
+        apart, joined = planned(alpha), planned(alpha, buckets=True)
+        fewer = len(apart.collectives) - len(joined.collectives)
+        assert step(joined) < step(apart) if fewer else step(joined) == step(apart)
+        gained += fewer
+        joined.verify()
+    assert gained
 
 
 def test_each_half_runs_what_it_did_apart():
