@@ -1,14 +1,15 @@
 """Why a collective is there, what else could be done and what that would cost; and contracts, which say it when broken.
 
 An alternative is a constraint that the user can write.  Each is tried: the graph is planned again with it, so that its
-price is that of the whole program under it, whatever else it changes.
+price is that of the whole program under it, whatever else it changes.  What leaves all that is sent is none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -297,8 +298,14 @@ def _tried(
         found = passes.plan(changed, profile_of(local.profile), memory)
     except SpmdError:  # no program meets it
         return
-    wire = sum(k.wire_bytes for k in collectives(nodes_within(found.graph.graph)))
-    yield Alternative(write, spec, found.price, wire)
+    sent = collectives(nodes_within(found.graph.graph))
+    if _same(sent) != _same(collectives(nodes_within(local.graph.graph))):  # else it asks for what is there
+        yield Alternative(write, spec, found.price, sum(k.wire_bytes for k in sent))
+
+
+def _same(sent: Iterable[Collective]) -> Counter[Any]:
+    """What collectives send, whatever their names."""
+    return Counter(dataclasses.replace(c, name="", why="") for c in sent)
 
 
 # --- contracts --------------------------------------------------------------------------------------------------

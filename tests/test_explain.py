@@ -95,6 +95,13 @@ def test_alternatives_come_true_when_written(base):
     assert "y" in tried and tried & {"x", "up.weight", "down.weight"}
 
 
+def test_what_changes_nothing_is_no_alternative():
+    """Such as the constraint of a value to what it is on the way."""
+    program = plan()
+    found = [a for c in program.collectives for a in spmd.explain(program, c).alternatives]
+    assert found and all(a.price > program.price or a.wire_bytes != program.wire_bytes for a in found)
+
+
 def test_a_gradient_is_constrained_by_a_hook():
     hooked = plan(gy={"dp": Shard(0), "tp": Shard(1)}, profile="bytes")
     hooked.verify()
