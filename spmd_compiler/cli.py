@@ -29,7 +29,7 @@ from .program import Program, explain, export, load
 from .progress import shown
 from .reader import parse
 from .report import report
-from .text import LEVELS, Text, readable, summary
+from .text import LEVELS, Text, readable
 from .timeline import timeline, write_trace
 
 
@@ -190,10 +190,7 @@ def show(file: str, level: str) -> None:
         click.echo(_shown(load(file), level), nl=False)
         return
     text = _read(file)
-    if level == "summary" and text.level != "summary":
-        click.echo(summary(text), nl=False)
-    else:
-        click.echo(Path(file).read_text() if level == text.level else str(text.at(level)), nl=False)
+    click.echo(Path(file).read_text() if level == text.level else str(text.at(level)), nl=False)
 
 
 @main.command(

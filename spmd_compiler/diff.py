@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .constraints import Pair, as_json, change_words, compared
 from .placements import Mesh, Spec, SpmdError
 from .reader import parse
-from .text import INPUTS, OUTPUTS, Line, Ref, Text, Type, readable, type_text
+from .text import INPUTS, OUTPUTS, Line, Ref, Text, Type, readable, refs, type_text
 
 MOVES = ("aten.slice.Tensor", "aten.alias")  # what a redistribution without communication is written as
 SHOWN = 3  # names and source lines that the words give of many
@@ -60,6 +61,7 @@ class Diff:
     removed: tuple[Line, ...]
     moved: tuple[tuple[Line, Line], ...]
     resized: tuple[tuple[Line, Line], ...]
+    constraints: tuple[Pair, ...] = ()
 
     @property
     def wire(self) -> dict[tuple[str, str], tuple[float, float]]:
@@ -85,6 +87,7 @@ class Diff:
     def same(self) -> bool:
         """Whether nothing but names and source lines differs."""
         changes: tuple[Any, ...] = (self.header, self.placements, self.values, self.ops, self.added, self.removed)
+        changes += (self.constraints,)
         changed = any(a != b for pairs in (self.wire, self.memory) for a, b in pairs.values())
         return not any((*changes, self.moved, self.resized, changed))
 
@@ -100,6 +103,7 @@ class Diff:
             return ["  the programs are the same"]
         old, new = self.old.mesh, self.new.mesh
         causes = [f"~ {what} {a} -> {b}".replace("mesh mesh", "mesh") for what, (a, b) in self.header.items()]
+        causes += [change_words(pair) for pair in self.constraints]
         known: dict[str, set[str]] = collections.defaultdict(set)
         for line in (*self.old.lines, *self.new.lines):
             if line.label is not None:
@@ -156,6 +160,7 @@ class Diff:
             "same": self.same,
             "header": {k: list(v) for k, v in self.header.items()},
             **{k: [change(c) for c in getattr(self, k)] for k in ("placements", "values", "ops")},
+            "constraints": as_json(self.constraints),
             "added": [collective(k, self.new.mesh) for k in self.added],
             "removed": [collective(k, self.old.mesh) for k in self.removed],
             "moved": pairs(self.moved),
@@ -396,21 +401,6 @@ class _Side:
         return tuple(map(self.token, refs(line)))
 
 
-def refs(line: Line) -> list[Ref]:
-    """A line's operands."""
-    found: list[Ref] = []
-
-    def walk(arg: Any) -> None:
-        if isinstance(arg, Ref):
-            found.append(arg)
-        elif isinstance(arg, tuple):
-            for a in arg:
-                walk(a)
-
-    walk((line.args, tuple(v for _, v in line.kwargs)))
-    return found
-
-
 def _global(line: Line) -> Any:
     return (line.type.dtype, line.type.shape) if isinstance(line.type, Type) else None
 
@@ -485,7 +475,7 @@ def diff(old: Any, new: Any) -> Diff:
             resized.append((x, y))
     return Diff(
         a.text, b.text, tuple(_placements(a, b, same)), tuple(values), tuple(ops), tuple(added), tuple(removed),
-        tuple(moved), tuple(resized),
+        tuple(moved), tuple(resized), compared(a.text.constraints, b.text.constraints),
     )  # fmt: skip
 
 

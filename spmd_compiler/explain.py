@@ -21,11 +21,10 @@ from .annotations import constrain_op
 from .collectives import KINDS, Collective, axes_of, collectives, is_collective, message_bytes
 from .contracts import Contract, ContractError
 from .cost import profile_of
-from .diff import refs
 from .ir import Captured, Draft, Partitioned, body_of, is_getitem, nodes_within, source_line
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
-from .text import Line, Text, Type, readable, type_of, type_text
+from .text import Line, Text, Type, readable, refs, type_of, type_text
 
 SHOWN = 3  # alternatives in words
 LARGE = 3000  # nodes of a graph that a broken contract does not plan again

@@ -31,7 +31,7 @@ from .progress import stage
 from .runtime import direct
 from .store import Stored, save
 from .store import load as read
-from .text import LEVELS, Text, Type, summary, type_of
+from .text import LEVELS, Text, Type, type_of
 from .verify import simulate_outputs, verify
 
 
@@ -62,7 +62,7 @@ class Program:
             text = Text.of(self.local, self.memory)
         else:
             text = Text.of(family.common, self.memory, family.dims)
-        return summary(text) if level == "summary" else str(text.at(level))
+        return str(text.at(level))
 
     @property
     def dims(self) -> dict[str, Dim]:

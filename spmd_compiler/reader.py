@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from . import constraints
 from .dims import Dim, Dims, Guard
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import parse as parse_expression
@@ -41,9 +42,14 @@ def parse(text: str) -> Text:
         last = next((i for i, (_, row) in enumerate(rows[2:], 2) if not row.startswith("guard  ")), len(rows))
         dims = Dims(named, tuple(_Scanner(row, i).guard(names) for i, row in rows[2:last]))
         del rows[1:last]
+    asked: list[constraints.Constraint] = []
+    while len(rows) > 1 and rows[1][1].startswith("constraint  "):
+        asked.append(_Scanner(rows[1][1], rows[1][0]).constraint())
+        del rows[1]
     hints = dims.hints if dims is not None else {}
+    notes = tuple(row[2:] for _, row in rows[1:] if row.startswith("# ")) if level == "summary" else ()
     lines = tuple(_Scanner(row, i, hints).line(mesh) for i, row in rows[1:] if not row.startswith("#"))
-    return Text(name, mesh, profile, lines, memory, level, dims)
+    return Text(name, mesh, profile, lines, memory, level, dims, tuple(asked), notes)
 
 
 class _Scanner:
@@ -140,6 +146,12 @@ class _Scanner:
             return Guard(parse_expression(condition, names), reason)
         except ValueError:
             raise self.fail("a condition of dims") from None
+
+    def constraint(self) -> constraints.Constraint:
+        found = constraints.read(self.row)
+        if found is None:
+            raise self.fail("a constraint such as 'constraint  {dp: S(0)} of aten.mm  # net.py:7'")
+        return found
 
     def end(self) -> None:
         self.space()

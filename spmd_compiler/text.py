@@ -12,7 +12,8 @@
 
 A type holds the global shape and, behind a bar, the local one (of coordinate 0) where it differs.  A line of the
 backward says so.  What a collective sends follows from its line and the mesh.  Level ``collectives`` leaves out
-computed values, level ``summary`` every line.  Of a program with dynamic dims the header says which and what they must
+computed values; level ``summary`` every line, and says in comments what is sent.  The header states the constraints
+in the program's middle (`constraints` has their form).  Of a program with dynamic dims it says which and what they must
 satisfy, sizes and other integers are expressions of them, and bytes are those at the sizes given:
 
     dims  batch=8 in 2..64
@@ -40,6 +41,7 @@ from torch.fx import Graph, Node
 
 from . import collectives as coll
 from .collectives import KINDS, is_collective
+from .constraints import Constraint, constraints_of
 from .dims import Dims
 from .ir import Captured, Partitioned, body_of, is_tensor, source_line
 from .placements import Mesh, Spec, SpmdError
@@ -286,6 +288,21 @@ class Line:
         return line
 
 
+def refs(line: Line) -> list[Ref]:
+    """A line's operands."""
+    found: list[Ref] = []
+
+    def walk(arg: Any) -> None:
+        if isinstance(arg, Ref):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            for a in arg:
+                walk(a)
+
+    walk((line.args, tuple(v for _, v in line.kwargs)))
+    return found
+
+
 def line_of(node: Node, hints: Mapping[str, int] = {}, depth: int = 0) -> Line:
     """The line of a call or a constant of a local graph, whose dynamic dims have these sizes in the example."""
     args = tuple(plain(a) for a in node.args)
@@ -358,7 +375,7 @@ def _flat(output: Node) -> list[Any]:
 
 @dataclass(frozen=True)
 class Text:
-    """A program's text as data.  ``memory`` holds bytes a device, by kind."""
+    """A program's text as data.  ``memory`` holds bytes a device, by kind; ``notes`` are the comments of a summary."""
 
     name: str
     mesh: Mesh
@@ -367,6 +384,8 @@ class Text:
     memory: tuple[tuple[str, int], ...] = ()
     level: str = "full"
     dims: Dims | None = None
+    constraints: tuple[Constraint, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @staticmethod
     def of(local: Partitioned, memory: Mapping[str, int] | None = None, dims: Dims | None = None) -> Text:
@@ -380,10 +399,12 @@ class Text:
         profile = PurePath(local.profile.name).name if local.profile is not None else ""
         profile += "+overlap" if local.profile is not None and local.profile.overlap else ""
         held = tuple((memory or {}).items())
-        return Text(local.captured.name, local.mesh, profile, tuple(lines), held, dims=dims)
+        asked = constraints_of(local.captured)
+        return Text(local.captured.name, local.mesh, profile, tuple(lines), held, dims=dims, constraints=asked)
 
     def at(self, level: str) -> Text:
-        """The text at a level: ``collectives`` keeps inputs, outputs and collectives, ``summary`` no line.
+        """The text at a level: ``collectives`` keeps inputs, outputs and collectives, ``summary`` no line,
+        but ``notes``: what is sent by axis and phase.
 
         Raises `SpmdError` for a level that shows more than the text's own."""
         if level in LEVELS and LEVELS.index(level) > LEVELS.index(self.level):
@@ -391,7 +412,18 @@ class Text:
         kept = {"full": self.lines, "summary": ()}.get(level)
         if kept is None:
             kept = tuple(k for k in self.lines if k.axis or k.op in (*INPUTS, *OUTPUTS, "body"))
-        return dataclasses.replace(self, lines=kept, level=level)
+        notes = self.notes or self._sent() if level == "summary" else ()
+        return dataclasses.replace(self, lines=kept, level=level, notes=notes)
+
+    def _sent(self) -> tuple[str, ...]:
+        """What is sent, in words, by axis and phase."""
+        count = len(self.collectives)
+        rows = [f"wire  {readable(sum(self.wire().values()))} a device in {count} collective{'s' * (count != 1)}"]
+        for (axis, phase), sent in self.wire().items():
+            kinds = collections.Counter(k.op for k in self.collectives if (k.axis, k.phase) == (axis, phase))
+            made = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+            rows.append(f"{axis} {phase}  {readable(sent)} in {made}")
+        return tuple(rows)
 
     @property
     def collectives(self) -> tuple[Line, ...]:
@@ -416,21 +448,10 @@ class Text:
         if self.dims is not None:
             rows.append("dims  " + ", ".join(map(str, self.dims.dims)))
             rows += [f"guard  {g.condition}  # {g.reason}" for g in self.dims.guards]
-        return rows
+        return rows + [str(c) for c in self.constraints] + [f"# {note}" for note in self.notes]
 
     def __str__(self) -> str:
         return "\n".join([*self.header(), *(line.text(self.mesh) for line in self.lines)]) + "\n"
-
-
-def summary(text: Text) -> str:
-    """The header, and in comments what is sent, by axis and phase."""
-    count = len(text.collectives)
-    lines = [f"# wire  {readable(sum(text.wire().values()))} a device in {count} collective{'s' * (count != 1)}"]
-    for (axis, phase), sent in text.wire().items():
-        kinds = collections.Counter(k.op for k in text.collectives if (k.axis, k.phase) == (axis, phase))
-        made = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-        lines.append(f"# {axis} {phase}  {readable(sent)} in {made}")
-    return "\n".join([*text.at("summary").header(), *lines]) + "\n"
 
 
 def captured_text(captured: Captured) -> str:

@@ -80,7 +80,10 @@ def test_a_constraint_that_went(base):
     change = spmd.diff(constrained, base)
     lines = change.lines()
     assert len(lines) < 10
+    assert re.fullmatch(r"- constraint of aten.\S+ at tests/test_diff.py:\d+: {dp: S\(0\), tp: S\(1\)}", lines[0])
     assert any(line.startswith("- ") and "reduce_scatter[tp" in line for line in lines)
+    back = spmd.diff(base, constrained.text("collectives")).json()["constraints"]
+    assert [(c["old"], c["new"][:11]) for c in back] == [(None, "constraint ")]
     assert not change.placements
     assert sum(k.wire_bytes(spmd.Mesh(MESH)) for k in change.removed) > 0
 

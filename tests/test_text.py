@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import spmd_compiler as spmd
+from spmd_compiler.constraints import Constraint
 from spmd_compiler.ir import project_path
 from spmd_compiler.reader import parse
 from spmd_compiler.symbolic import chunk, coordinate, start
@@ -78,6 +79,7 @@ def programs():
         torch.nn.Embedding(10, 4), (torch.zeros(6, dtype=torch.int64),), {"t": 4}, weight={"t": Shard(0)}
     )
     yield "dropout", lambda: export(torch.nn.Dropout(0.5), (torch.zeros(8, 6),), {"t": 3}, input={"t": Shard(0)})
+    yield "constraint", lambda: export(lambda x: spmd.constrain(x, {"a": Shard(1)}) + 1, (torch.zeros(8, 6),), {"a": 2})
     yield "nested axes", lambda: spmd.export(
         torch.nn.Linear(8, 8), (torch.zeros(8, 8),), mesh={"a": 2, "b": 4},
         placements={"weight": "{a: S(0)@b/a, b: S(0)@b/a}", "out": [Shard(0), Shard(0)]},
@@ -97,7 +99,7 @@ def test_texts_round_trip(name):
     for level in LEVELS:
         text = Text.of(program.local, program.memory).at(level)
         assert parse(str(text)) == text
-        assert str(parse(program.text(level))) == str(text)
+        assert str(parse(program.text(level))) == program.text(level) == str(text)
     read = parse(program.text())
     assert [k.wire_bytes(read.mesh) for k in read.collectives] == [c.wire_bytes for c in program.collectives]
     assert read.memory == tuple(program.memory.items())
@@ -120,7 +122,9 @@ def test_odd_lines_round_trip():
         Line("e", "permute", (Ref("c"), 0, Ranges((((-3, 0),), ((0, 3),))), Ranges(((), ())), 1.5), axis="dp",
              type=Type("f32", (4,), (1,))),
     )  # fmt: skip
-    text = Text('a "name"', mesh, "mine.toml", lines, (("parameters", 10**12), ("activations", 3)))
+    asked = (Constraint('input "odd  # \\"name"', spmd.Spec.replicate(mesh), "net.py:7", "backward", 32),
+             Constraint("aten.add.Tensor", spmd.Spec.parse("{dp: S(0)@tp/dp, tp: S(0)@tp/dp}")))  # fmt: skip
+    text = Text('a "name"', mesh, "mine.toml", lines, (("parameters", 10**12), ("activations", 3)), constraints=asked)
     assert parse(str(text)) == text
 
 
@@ -141,6 +145,7 @@ HEAD = 'program "p"  mesh(a=2)\n'
         ('program "p"  mesh(a=0)', "positive integer"),
         ('program "p"  mesh(a=2)  level all', "one of summary"),
         (HEAD + "%x = aten.neg(%y", "line 2, column 17: expected"),
+        (HEAD + "constraint  {a: S(0)} of", "line 2, column 1: expected a constraint such as"),
         (HEAD + '%x = input "x"  f33[2]', "line 2, column 17: expected a type such as"),
         (HEAD + '%x = input "x"  f32[2]  {a: Q}', "line 2, column 25"),
         (HEAD + "%x = aten.neg(y z)", "column 15: expected an argument"),
