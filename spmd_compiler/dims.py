@@ -78,6 +78,27 @@ class Dims:
                 at = ", ".join(f"{s} is {sizes[s]}" for s in sorted(s.name for s in g.condition.free_symbols))
                 raise SpmdError(f"{at}, and {g.words}: {g.reason}; pad it, or export the program at such a size")
 
+    def imply(self, condition: Any) -> bool:
+        """Whether the bounds alone say so of a comparison that is linear in dims (False where that isn't known)."""
+        if not isinstance(condition, (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt, sympy.Ne)):
+            return condition == sympy.true
+        given = {d.name: d for d in self.dims}
+        rest, ends = sympy.expand(condition.args[0] - condition.args[1]), [sympy.Integer(0)] * 2
+        for term, factor in rest.as_coefficients_dict().items():
+            if term == 1:
+                bounds = [1, 1]
+            elif term.is_Symbol and term.name in given:
+                d = given[term.name]
+                bounds = [d.low, sympy.oo if d.high is None else d.high]
+            else:
+                return False
+            low, high = sorted(factor * b for b in bounds)
+            ends = [ends[0] + low, ends[1] + high]
+        least, most = ends
+        if isinstance(condition, sympy.Ne):
+            return bool(least > 0 or most < 0)
+        return all(condition.func(end, 0) == sympy.true for end in ends)
+
     def allow(self, sizes: Mapping[str, int]) -> bool:
         try:
             self.check(sizes)

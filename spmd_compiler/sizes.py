@@ -158,7 +158,8 @@ class OpenSizes(_Sizes):
             condition = self.expression(asked.expr, where)
             if isinstance(condition, sympy.Eq) and condition.args[0].is_Symbol and condition.args[1].is_Integer:
                 raise SpmdError(f"dynamic dim {condition.args[0]} is {condition.args[1]} and nothing else for {where}")
-            found.setdefault(condition, Guard(condition, f"{where} takes it for granted"))
+            if not self.dims.imply(condition):
+                found.setdefault(condition, Guard(condition, f"{where} takes it for granted"))
         for name, size in self.sizes.items():
             if self.env.replace(size.node._expr).is_number:
                 raise SpmdError(f"dynamic dim {name} can be nothing but {int(size)} in this program")

@@ -3,13 +3,17 @@
 import dataclasses
 
 import pytest
+import sympy
 import test_llama
 import torch
 from torch.distributed.tensor import Shard
 from torch.export import Dim
 
 import spmd_compiler as spmd
+from spmd_compiler.dims import Dim as spmd_dim
+from spmd_compiler.dims import Dims
 from spmd_compiler.reader import parse
+from spmd_compiler.symbolic import dim
 from spmd_compiler.text import Text
 
 BATCH, SEQ = Dim("batch", max=64), Dim("seq")
@@ -268,3 +272,18 @@ def test_real_ranks_take_many_sizes(gloo4, tmp_path):
         loss.backward()
         for rank in ranks:
             assert rank == pytest.approx((float(loss), float(model.up.weight.grad.norm())), rel=1e-5)
+
+
+def test_what_the_bounds_say_is_no_guard():
+    batch = Dim("batch", min=2, max=64)
+    program = spmd.export(
+        lambda x: x.relu() if x.shape[0] <= 64 else x, (torch.zeros(8, 4),), mesh={"dp": 2},
+        placements={"x": {"dp": Shard(0)}}, dynamic_shapes={"x": {0: batch}},
+    )  # fmt: skip
+    assert [g.words for g in program.guards] == ["batch must be divisible by 2"]
+    a, b = dim("a"), dim("b")
+    dims = Dims((spmd_dim("a", 4, 2, 6), spmd_dim("b", 4, 3)))
+    for condition in (a <= 6, a < 6, a >= 2, a > 2, sympy.Ne(a, 1), sympy.Ne(a, 3), b <= 40, a + b >= 5, a - b <= 3,
+                      a - b < 3, 2 * a <= 12, sympy.Ne(2 * a, b), sympy.Ne(b - 1, 1), sympy.Eq(a % 2, 0)):  # fmt: skip
+        holds = all(condition.subs({a: i, b: j}) for i in range(2, 7) for j in range(3, 50))
+        assert dims.imply(condition) == holds, condition
