@@ -56,6 +56,11 @@ class Options:
     buckets: bool = False
     dump: Any = None  # a path
 
+    def __post_init__(self) -> None:
+        for name in ("verify", "overlap", "buckets"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise SpmdError(f"{name} is True or False, not {given!r}")
+
     def prices(self) -> Profile:
         found = profile_of(self.profile)
         overlap, buckets = self.overlap or found.overlap, self.buckets or found.buckets

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .dtensors import on_mesh, placements_for
-from .placements import Mesh, Spec, SpmdError
+from .placements import Mesh, Spec, SpmdError, parse_placement
 from .symbolic import pieces
 
 _LIB = torch.library.Library("spmd", "FRAGMENT")
@@ -199,14 +199,19 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
 
 def _text(placements: Any, ndim: int) -> str:
     """The text of a spec on the axes that ``placements`` names (``_i`` for the i-th axis of a sequence)."""
-    if not isinstance(placements, (Mapping, Sequence, Placement)):
+    if isinstance(placements, str) or not isinstance(placements, (Mapping, Sequence, Placement)):
         raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
     if isinstance(placements, Mapping):
         items = list(placements.items())
     else:
         items = [(f"_{i}", p) for i, p in enumerate([placements] if isinstance(placements, Placement) else placements)]
+        if not items:
+            raise SpmdError("constrain is given no placements; give {axis: Shard(0)}, or a placement for each axis")
     parts = []
-    for axis, p in items:
+    for axis, given in items:
+        p = parse_placement(given) if isinstance(given, str) else given
+        if not isinstance(p, Placement):
+            raise SpmdError(f"axis {axis!r}: {p!r} is no placement; give Shard(dim) or Replicate()")
         if isinstance(p, Shard):
             parts.append(f"{axis}: S({p.dim + ndim if p.dim < 0 else p.dim})")
         elif isinstance(p, Partial):

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from . import dynamo, passes
 from .capture import capture_graph, mesh_of_graph
 from .contracts import Contract
-from .cost import Profile, profile_of
+from .cost import Profile
 from .dtensors import device_mesh
 from .explain import enforce
 from .joint import Front, OutputIndex
@@ -61,7 +61,7 @@ class BackendOptions:
         options = BackendOptions(**dict(given or {}))
         if options.lower not in ("inductor", "eager"):
             raise SpmdError(f"option lower={options.lower!r}: use 'inductor' or 'eager'")
-        profile_of(options.profile)
+        passes.Options(options.profile, options.verify, overlap=options.overlap, buckets=options.buckets).prices()
         options.contract()
         options.memory()
         return options
@@ -75,13 +75,15 @@ class BackendOptions:
 
 @dynamo.register_backend
 def spmd(
-    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph for its mesh: that of its DTensors, or ``options["mesh"]``.
 
     A graph without either is compiled as Inductor alone would.  Where this fails on some ranks alone, the others, which
     wait for these before their first step, raise an error that says so.
     """
+    if mode is not None:
+        raise SpmdError(f"backend 'spmd' has no modes ({mode!r}); set Inductor's options in torch._inductor.config")
     chosen = BackendOptions.of(options)
     mesh = mesh_of_graph(gm, device_mesh(chosen.mesh) if chosen.mesh is not None else None)
     if mesh is None:

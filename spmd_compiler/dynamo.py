@@ -127,6 +127,10 @@ def _global_fake(value: DTensor, tx: Any, source: Any) -> torch.Tensor:
         )
         if isinstance(value, torch.nn.Parameter):
             fake._is_param = True  # type: ignore[attr-defined]
+        elif value.requires_grad and not value.is_leaf:
+            with torch.enable_grad():
+                made = fake.clone()  # no leaf either: it may be written to
+            fake = made if made.stride() == fake.stride() else fake
     fake._spmd_mesh = value.device_mesh  # type: ignore[attr-defined]
     fake._spmd_hooked = _is_hooked(tx)  # type: ignore[attr-defined]
     # Dynamo guards the local sizes, which may stay on one rank and change on another
@@ -404,7 +408,8 @@ def install() -> None:
         limit = config.accumulated_recompile_limit
         try:
             with config.patch(
-                recompile_limit=limit, fail_on_recompile_limit_hit=True, capture_dynamic_output_shape_ops=True
+                recompile_limit=limit, fail_on_recompile_limit_hit=True, capture_dynamic_output_shape_ops=True,
+                allow_rnn=True,
             ):
                 return convert(self, *args, **kwargs)
         except FailOnRecompileLimitHit:

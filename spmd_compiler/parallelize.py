@@ -6,6 +6,7 @@ rank ever holds more than its own pieces and one module.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .dtensors import device_mesh, dtensor_spec, spec_of, wrap
 from .placements import Mesh, Spec, SpmdError
 from .program import Placements, Program
-from .runtime import whole_group
+from .runtime import storages_overlap, whole_group
 from .symbolic import piece
 
 
@@ -65,6 +66,7 @@ def parallelize(
     if any(t.is_meta for _, t in _named_tensors(model)):
         _agree_on_draws(devices)
 
+    _warn_of_views(model)
     made: dict[int, torch.Tensor] = {}
     keep: list[torch.Tensor] = []  # ids stay taken while their tensors live
     for prefix, module in _children_first(model):
@@ -78,6 +80,21 @@ def parallelize(
                 made[id(original)] = _distributed(tensor, specs[id(original)], devices, synced=original.is_meta)
             store[key] = made[id(original)]
     return model
+
+
+def _warn_of_views(model: torch.nn.Module) -> None:
+    """Pieces have memory of their own: buffers that are views of each other no longer are."""
+    held: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.named_buffers():
+        if tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
+            continue
+        other, seen = held.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
+        if seen is not tensor and storages_overlap(seen, tensor):
+            warnings.warn(
+                f"buffers {other!r} and {name!r} share memory; parallelized they don't, so that what writes to one no "
+                "longer changes the other: take the view where it is used instead",
+                stacklevel=3,
+            )
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

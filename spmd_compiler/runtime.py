@@ -95,6 +95,7 @@ class Halves:
     backward_strides: list[tuple[int, ...] | None]
     text: str = ""
     watched: Sequence[int] = ()  # inputs of which a view or a copy is saved: a change of theirs must be noticed
+    written: Sequence[int] = ()  # what is saved of inputs that the program itself changes, by place in ``saved``
     sizes: Sequence[str] = ()  # data sizes that the forward returns last, and the backward takes behind what is saved
 
 
@@ -106,7 +107,10 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
             overlap.schedule(half, program.mesh, program.profile)
     count = program.num_forward_outputs
     sizes = [] if backward is None else [n.meta["size"] for n in backward.graph.nodes if "size" in n.meta]
-    saved, watched = saved_values(forward, count, len(sizes)), watched_inputs(forward, count)
+    saved, held = saved_values(forward, count, len(sizes)), saved_inputs(forward, count)
+    changed = {o.of for o in program.outputs if o.kind == "mutation"}
+    watched = sorted(set(held.values()) - changed)
+    written = [i for i, k in held.items() if k in changed]
     names = [", ".join(n.name for n in nodes_within(g.graph) if is_collective(n)) for g in (forward, backward) if g]
     samples = data_samples(program.captured) if program.captured.data else None
     forward, members = _for_this_rank(forward, program, mesh, samples)
@@ -119,7 +123,9 @@ def compile_halves(program: Partitioned, mesh: DeviceMesh | None, how: str) -> H
         match_saved(forward, backward, count)
     strides = _strides(backward)
     run_backward = compile_graph(backward, how, is_backward=True)
-    return Halves(run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names), watched, sizes)
+    return Halves(
+        run_forward, run_backward, saved, _strides(forward), strides, "\n".join(names), watched, written, sizes
+    )
 
 
 def compile_whole(program: Partitioned, mesh: DeviceMesh | None, how: str, package: Path | None = None) -> Halves:
@@ -209,16 +215,16 @@ def saved_values(forward: GraphModule, num_outputs: int, sizes: int = 0) -> list
     return found
 
 
-def watched_inputs(forward: GraphModule, num_outputs: int) -> list[int]:
-    """The inputs whose views or redistributed copies the forward saves, by position."""
+def saved_inputs(forward: GraphModule, num_outputs: int) -> dict[int, int]:
+    """The inputs which the forward saves, or views or redistributed copies of them: positions, by place in the saved."""
     inputs = {n: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
-    found = set()
-    for node in forward.graph.output_node().args[0][num_outputs:]:
+    found = {}
+    for place, node in enumerate(forward.graph.output_node().args[0][num_outputs:]):
         while isinstance(node, Node) and (is_collective(node) or getattr(node.target, "is_view", False)):
             node = node.args[0]
         if node in inputs:
-            found.add(inputs[node])
-    return sorted(found)
+            found[place] = inputs[node]
+    return found
 
 
 class Runner:
@@ -254,6 +260,9 @@ class Runner:
         self.wrapped = [next(flags) if o.kind == "output" else True for o in program.outputs[: self.count]]
         self.mutations = [(k, o) for k, o in enumerate(program.outputs[: self.count]) if o.kind == "mutation"]
         self.grads = [(k, o) for k, o in enumerate(program.outputs[self.count :])]
+        written = {o.of for _, o in self.mutations}
+        self.apart = [k for k, i in enumerate(self.inputs) if k in written or i.kind == "input"]
+        self.may_alias = any(self.inputs[k].kind == "input" for k in written if k is not None)
         self.needs_grad = [o.of for _, o in self.grads if o.of is not None]
         tangents = [(i, n) for i, n in zip(program.inputs, places, strict=True) if i.kind == "tangent"]
         self.tangent_slots = [self._slot(i.name, i.spec, n) for i, n in tangents]
@@ -273,6 +282,7 @@ class Runner:
         """Run on arguments in placeholder order (without the seed); the forward outputs of kind ``output``."""
         if self.seed is not None:
             tensors = [*tensors[: self.seed], self._draw(), *tensors[self.seed :]]
+        self._check_apart(tensors)
         if not self.checked:
             self._check_agreement()
         placed = [self._placed(t, s) for t, s in zip(tensors, self.slots, strict=True)]
@@ -308,6 +318,24 @@ class Runner:
                 self._write_back(tensors[output.of], placed[output.of], value, with_grad=False)
             outs.append(value)
         return outs
+
+    def _check_apart(self, tensors: Sequence[Any]) -> None:
+        """Raise `SpmdError` where what the program writes to shares memory with another input: it has copies."""
+        if not self.mutations or self.checked and not self.may_alias:
+            return
+        written = {o.of for _, o in self.mutations}
+        held: dict[int, list[int]] = {}
+        for k in self.apart:
+            if isinstance(tensors[k], torch.Tensor):
+                others = held.setdefault(local_of(tensors[k]).untyped_storage()._cdata, [])
+                for j in others:
+                    if (k in written or j in written) and storages_overlap(local_of(tensors[j]), local_of(tensors[k])):
+                        names = f"{self.inputs[j].name!r} and {self.inputs[k].name!r}"
+                        raise SpmdError(
+                            f"inputs {names} share memory, and the program writes to one of them, which the other would "
+                            "not show; give a clone of one, or take the view inside the compiled function"
+                        )
+                others.append(k)
 
     def placed(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Weights by name, placed as the program takes them."""
@@ -423,6 +451,16 @@ def _global_stride(value: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
     return tuple(strides)
 
 
+def storages_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may have an element in common (those without any count as if: other ranks'
+    pieces have some)."""
+    if not a.numel() or not b.numel():
+        return True
+    begins = a.storage_offset(), b.storage_offset()
+    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
+    return begins[0] <= ends[1] and begins[1] <= ends[0]
+
+
 def local_of(tensor: Any) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -440,7 +478,10 @@ class _Run(torch.autograd.Function):
         )
         sources = {"input": placed, "output": outs, "value": found}
         watched = (placed[k] for k in runner.halves.watched)
-        ctx.save_for_backward(*(sources[kind][k] for kind, k in runner.halves.saved), *watched)
+        saved = [sources[kind][k] for kind, k in runner.halves.saved]
+        for i in runner.halves.written:  # as it was before
+            saved[i] = local_of(saved[i]).clone()
+        ctx.save_for_backward(*saved, *watched)
         names = runner.halves.sizes
         ctx.sizes = dict(zip(names, found[len(found) - len(names) :], strict=True))
         ctx.likes = [(t._spec if isinstance(t, DTensor) else None) for t in placed]

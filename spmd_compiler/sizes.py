@@ -77,7 +77,10 @@ class _Sizes:
                 "static shapes, or mask instead (torch.where, a weight of 0)"
             )
         if foreign or not found.free_symbols <= known:
-            raise SpmdError(f"{where}: the size {given} is no arithmetic of dynamic dims that a program can hold")
+            raise SpmdError(
+                f"{where}: the size or number {given} is no arithmetic of dynamic dims that a program can hold; where it is "
+                "an .item(), compute with the tensor itself, or take it outside the compiled function"
+            )
         return found
 
     def release(self, captured: Captured, mode: FakeTensorMode) -> None:

@@ -253,6 +253,41 @@ def check_mutation():
     close(compiled(function)(a, b), function(x, y))
     close([a, b], [x, y])
 
+    def in_place(x, y):  # of what is no leaf, and read before and behind
+        x.mul_(y)
+        return (x.sin() * y).sum()
+
+    def step(function, x, y):
+        given = x * 1
+        loss = function(given, y)
+        (loss + given.square().sum()).backward()
+        return loss, x.grad, y.grad, given
+
+    x, y = tensors((6, 8), (1, 8))
+    ours = [distribute_tensor(t.detach(), mesh, [S0, S1]).requires_grad_() for t in (x, y)]
+    close(step(compiled(in_place), *ours), step(in_place, x, y))
+
+    def writes(x, y):
+        y.mul_(3)
+        return x.sum(0)
+
+    x = distribute_tensor(torch.ones(6, 8), mesh, [S0, R])
+    with pytest.raises(SpmdError, match=r"inputs '[xy]' and '[xy]' share memory, and the program writes to one"):
+        compiled(writes)(x, x.view(6, 2, 4))
+    close(compiled(writes)(x, x.view(6, 2, 4).clone()), torch.full((8,), 6.0))
+
+
+def check_recurrent():
+    torch.manual_seed(0)
+    mesh = mesh_of(dp=2, tp=2)
+    reference, x = nn.LSTM(8, 6), torch.randn(5, 4, 8)
+    ours = parallelize(copy.deepcopy(reference), mesh, {"weight_*": {"tp": S0}})
+    out, want = compiled(ours)(distribute_tensor(x, mesh, [S1, R]))[0], reference(x)[0]
+    close(out, want)
+    out.square().sum().backward(), want.square().sum().backward()
+    for name, p in reference.named_parameters():
+        close(ours.get_parameter(name).grad, p.grad)
+
 
 def check_tensor_parallel(use_local, lower):
     torch.manual_seed(0)
@@ -462,6 +497,7 @@ def check_devices():
 
 
 CHECKS = [
+    check_recurrent,
     check_constraint, check_devices, check_frozen, check_graph_break, check_tangents, check_version, check_mutation,
     check_sequence_parallel, check_distribute_module, check_random, check_plain, check_mesh_option,
     check_disagreement, check_failure, check_shapes_change, check_submesh,
@@ -493,6 +529,10 @@ def test_options():
         compiled(lambda x: x + 1, lowr=1)(torch.ones(2))
     with pytest.raises(Exception, match=r"use 'inductor' or 'eager'"):
         compiled(lambda x: x + 1, lower="triton")(torch.ones(2))
+    with pytest.raises(Exception, match=r"overlap is True or False, not 'no'"):
+        compiled(lambda x: x + 1, overlap="no")(torch.ones(2))
+    with pytest.raises(Exception, match=r"no modes \('max-autotune'\)"):
+        torch.compile(lambda x: x + 1, backend="spmd", mode="max-autotune")(torch.ones(2))
 
 
 def under(contract):

@@ -121,6 +121,13 @@ def check_training(name, options):
     train(model, reference, getattr(torch.optim, name), 3, **options)
 
 
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[1:3])
+
+
 def check_checkpoint(path):
     torch.manual_seed(0)
     reference = Net()
@@ -159,6 +166,8 @@ def test_checkpoint(gloo4):
 
 def check_errors():
     mesh = mesh2x2()
+    with pytest.warns(UserWarning, match="buffers 'whole' and 'part' share memory"):
+        parallelize(Part(), mesh, {})
     for placements, message in (
         ({"emb.wieght": {"dp": Shard(0)}}, r"no parameter or buffer is named 'emb.wieght'; did you mean 'emb.weight'"),
         ({"emb.weight": {"dp": Shard(2)}}, r"'emb.weight' \(16, 8\): Shard\(2\) on axis 'dp': dim out of range"),
