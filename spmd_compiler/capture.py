@@ -118,7 +118,9 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     whole = Spec.replicate(abstract)
     kept = [n for n in returned if n is not None]
     specs = [_output_spec(n, device_mesh) if g else whole for n, g in zip(kept, is_global, strict=True)]
-    front = assemble(joint, named, labels, specs, abstract, tracing_mode, name)
+    inputs = {placeholders[i].meta["example_value"].untyped_storage()._cdata for i in taken}
+    shared = [n.meta["example_value"].untyped_storage()._cdata in inputs for n in kept]
+    front = assemble(joint, named, labels, specs, abstract, tracing_mode, name, shared)
     release_data(front.captured, tracing_mode)
     front.arguments = [taken[a] if isinstance(a, int) else a for a in front.arguments]
     order = iter(front.results)

@@ -374,8 +374,9 @@ def _release_checks(gm: GraphModule) -> None:
         gm.graph.erase_node(token)
 
 
-def _remove_clones(gm: GraphModule) -> None:
-    """Take out aliases, and the clones of outputs that were there to break them (not those of an input itself)."""
+def _remove_clones(gm: GraphModule, shared: Mapping[Node, bool]) -> None:
+    """Take out aliases, and the clones of outputs that were there to break them: all of those whose value is known to
+    be (a view of) an input (``shared``), and where nobody knows those of what is no input itself."""
     output = gm.graph.output_node()
     for node in gm.graph.find_nodes(op="call_function", target=aten.alias.default):
         node.replace_all_uses_with(node.args[0])
@@ -384,6 +385,8 @@ def _remove_clones(gm: GraphModule) -> None:
     def unwrapped(value: Any) -> Any:
         if isinstance(value, Node) and value.target is aten.clone.default and len(value.users) == 1:
             source = value.args[0]
+            if shared.get(value):
+                return source
             strides = [str(v.meta["val"].stride()) for v in (source, value)]  # of numbers or of symbols
             if source.op != "placeholder" and strides[0] == strides[1]:
                 return source
@@ -402,8 +405,12 @@ def assemble(
     mesh: Mesh,
     fake_mode: FakeTensorMode,
     name: str,
+    shared: Sequence[bool] = (),
 ) -> Front:
-    """The `Front` of an exported joint graph, from the descriptors of its placeholders and outputs."""
+    """The `Front` of an exported joint graph, from the descriptors of its placeholders and outputs.
+
+    ``shared`` says which outputs share the memory of an input.
+    """
     gm: GraphModule = joint.graph_module
     gm.graph.set_codegen(torch.fx.graph.CodeGen())  # flat arguments, not (primals, tangents)
     _check_values(gm)
@@ -471,7 +478,9 @@ def assemble(
         kept.append(value)
     node.args = (tuple(kept),)
     node.meta["desc"] = list(index)
-    _remove_clones(gm)
+    held = {v: bool(shared and shared[d.idx]) for v, d in zip(kept, index, strict=True)
+            if isinstance(d, descriptors.PlainAOTOutput) and isinstance(v, Node)}  # fmt: skip
+    _remove_clones(gm, held)
     differentiable = []
     for desc, tangent in tangents:
         differentiable.append(index[desc])

@@ -216,7 +216,8 @@ def saved_values(forward: GraphModule, num_outputs: int, sizes: int = 0) -> list
 
 
 def saved_inputs(forward: GraphModule, num_outputs: int) -> dict[int, int]:
-    """The inputs which the forward saves, or views or redistributed copies of them: positions, by place in the saved."""
+    """The inputs of which the forward saves the value, a view or a redistributed copy: positions, by place in what is
+    saved."""
     inputs = {n: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     found = {}
     for place, node in enumerate(forward.graph.output_node().args[0][num_outputs:]):
@@ -321,7 +322,7 @@ class Runner:
 
     def _check_apart(self, tensors: Sequence[Any]) -> None:
         """Raise `SpmdError` where what the program writes to shares memory with another input: it has copies."""
-        if not self.mutations or self.checked and not self.may_alias:
+        if not self.mutations or (self.checked and not self.may_alias):
             return
         written = {o.of for _, o in self.mutations}
         held: dict[int, list[int]] = {}
@@ -332,8 +333,8 @@ class Runner:
                     if (k in written or j in written) and storages_overlap(local_of(tensors[j]), local_of(tensors[k])):
                         names = f"{self.inputs[j].name!r} and {self.inputs[k].name!r}"
                         raise SpmdError(
-                            f"inputs {names} share memory, and the program writes to one of them, which the other would "
-                            "not show; give a clone of one, or take the view inside the compiled function"
+                            f"inputs {names} share memory, and the program writes to one of them, which the other "
+                            "would not show; give a clone of one, or take the view inside the compiled function"
                         )
                 others.append(k)
 

@@ -277,6 +277,20 @@ def check_mutation():
     close(compiled(writes)(x, x.view(6, 2, 4).clone()), torch.full((8,), 6.0))
 
 
+def check_views():
+    """A result that is (a view of) an input shares its memory, a copy doesn't."""
+    mesh = mesh_of(dp=2, tp=2)
+    for function in (
+        lambda x: x[:, 1:3], lambda x: x.detach(), lambda x: x.t(), lambda x: x.to(x.dtype), lambda x: x.clone(),
+        lambda x: x.t().clone(), lambda x: x[:, 1:3].clone(), lambda x: x.contiguous(),
+    ):  # fmt: skip
+        x = torch.ones(6, 4)
+        ours = distribute_tensor(x.clone(), mesh, [S0, R])
+        compiled(function)(ours).mul_(2)
+        function(x).mul_(2)
+        close(ours, x)
+
+
 def check_recurrent():
     torch.manual_seed(0)
     mesh = mesh_of(dp=2, tp=2)
@@ -497,7 +511,7 @@ def check_devices():
 
 
 CHECKS = [
-    check_recurrent,
+    check_recurrent, check_views,
     check_constraint, check_devices, check_frozen, check_graph_break, check_tangents, check_version, check_mutation,
     check_sequence_parallel, check_distribute_module, check_random, check_plain, check_mesh_option,
     check_disagreement, check_failure, check_shapes_change, check_submesh,
