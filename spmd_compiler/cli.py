@@ -23,7 +23,7 @@ from .contracts import ContractError, Limits
 from .cost import PROFILES, read_toml
 from .diff import diff as compare
 from .explain import explain_text
-from .hf import training_step
+from .hf import LENGTH, training_step
 from .placements import SpmdError
 from .program import Program, explain, export, load
 from .progress import shown
@@ -106,13 +106,13 @@ def main() -> None:
 @click.option("--max-memory", metavar="BYTES", help="What a device may hold: 60GiB.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="Of hf:KIND: its configuration, as JSON.")
 @click.option("--batch", default=8, type=click.IntRange(min=1), show_default=True, help="Of hf:KIND: sequences a step.")
-@click.option("--length", default=2048, type=click.IntRange(min=1), show_default=True, help="And tokens a sequence.")
+@click.option("--length", type=click.IntRange(min=1), help=f"And tokens a sequence.  [default: {LENGTH} or less]")
 @click.option("--dump", type=click.Path(file_okay=False), help="A folder for the text after each pass.")
 @click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
     target: str, mesh: str, profile: str | None, overlap: bool, buckets: bool, file: str | None, backward: bool | None,
     level: str, forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None,
-    dump: str | None, to: str | None, config: str | None, batch: int, length: int,
+    dump: str | None, to: str | None, config: str | None, batch: int, length: int | None,
 ) -> None:  # fmt: skip
     """Plan what FUNCTION returns, or a training step of a language model of transformers, and print the program.
 

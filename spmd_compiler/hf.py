@@ -11,6 +11,8 @@ import torch
 
 from .placements import SpmdError
 
+LENGTH = 2048  # tokens of a sequence, where nothing says how many
+
 
 class Loss(torch.nn.Module):
     """The loss of a causal language model on its own input; parameters go by the model's names."""
@@ -25,10 +27,11 @@ class Loss(torch.nn.Module):
         return self.whole(input_ids=ids, labels=ids).loss
 
 
-def training_step(kind: str, config: str | None, batch: int, length: int) -> dict[str, Any]:
+def training_step(kind: str, config: str | None, batch: int, length: int | None) -> dict[str, Any]:
     """What `export` takes for a step of the model ``kind`` (``"llama"``) on the meta device.
 
-    ``config`` is a JSON file of its configuration (None: the default one).  The batch is [batch, length].
+    ``config`` is a JSON file of its configuration (None: the default one).  The batch is [batch, length];
+    without a ``length`` of as many tokens as the model has positions, at most `LENGTH`.  Raises `SpmdError` for more.
     """
     try:
         import transformers
@@ -47,9 +50,12 @@ def training_step(kind: str, config: str | None, batch: int, length: int) -> dic
     try:
         made = transformers.AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
         made.use_cache = False
+        most = getattr(made.get_text_config(), "max_position_embeddings", None)
+        if most and length is not None and length > most:  # meta tensors would be looked up beyond their end
+            raise SpmdError(f"{length} tokens a sequence, and the model has max_position_embeddings={most}")
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(made, dtype=made.dtype or torch.bfloat16)
-            ids = torch.empty(batch, length, dtype=torch.int64)
+            ids = torch.empty(batch, min(LENGTH, most or LENGTH) if length is None else length, dtype=torch.int64)
     except (ValueError, TypeError, KeyError) as error:
         raise SpmdError(f"hf:{kind}: {str(error).partition('Model type should be')[0].strip()}") from None
     return {"model_or_fn": Loss(model), "args": (ids,), "backward": True, "name": kind}

@@ -234,6 +234,7 @@ def test_contracts(run):
         (("job.py:tuple_of", "--mesh", "a=2", "--save", "no/folder/x"), "there is no folder"),
         (("job.py:tuple_of", "--mesh", "a=2", "--placements", "bytes.toml"), "bytes.toml: "),
         (("hf:lama", "--mesh", "a=2"), "did you mean llama"),
+        (("hf:gpt2", "--mesh", "a=2", "--length", "1025"), "hf:gpt2: 1025 tokens a sequence, and the model has max_position_embeddings=1024"),
         (("hf:llama", "--mesh", "a=2", "--batch", "0"), "--batch"),
         (("job.py:tuple_of", "--mesh", "a=2", "--expect", "all_gather"), "KIND[AXIS]=N"),
     ],
