@@ -100,21 +100,23 @@ def _charts(program: Program, old: Program | None) -> dict[str, Any]:
     return {
         "axes": _figure(
             [bar for when, p in runs.items() for bar in _by_axis(p, when)], "Wire bytes by axis, phase and kind",
-            barmode="stack", xaxis={"title": "MiB a device", "type": "linear"}, height=280, margin={"l": 160, "t": 40},
+            barmode="stack", xaxis={"title": {"text": "MiB a device"}, "type": "linear"}, height=280,
+            margin={"l": 160, "t": 40},
         ),
         "sources": _figure(
             [_by_source(p, when) for when, p in runs.items()], "Wire bytes by source line",
-            xaxis={"title": "MiB a device"}, height=90 + 22 * min(SOURCES, 1 + len({c.source for c in made})),
+            xaxis={"title": {"text": "MiB a device"}}, height=90 + 22 * min(SOURCES, 1 + len({c.source for c in made})),
             margin={"l": 260, "t": 40}, yaxis={"autorange": "reversed"},
         ),
         "timeline": _figure(
             [bar for when, p in runs.items() for bar in _timeline(p, when)], "Predicted streams of one device",
-            barmode="overlay", xaxis={"title": "ms"}, height=150 + 90 * len(runs), margin={"l": 160, "t": 40},
+            barmode="overlay", xaxis={"title": {"text": "ms"}}, height=150 + 90 * len(runs), margin={"l": 160, "t": 40},
         ),
         "memory": _figure(
             [{"type": "scatter", "mode": "lines", "name": f"{when}inputs and values", "line": {"shape": "hv"},
               "y": [n / 2**20 for n in curve(p.local)]} for when, p in runs.items()],
-            "Live inputs and values along the schedule", xaxis={"title": "node"}, yaxis={"title": "MiB a device"},
+            "Live inputs and values along the schedule", xaxis={"title": {"text": "node"}},
+            yaxis={"title": {"text": "MiB a device"}},
             height=320, margin={"t": 40},
         ),
     }  # fmt: skip

@@ -57,6 +57,7 @@ def test_in_a_browser(programs, tmp_path):
     by("only").checked = true; by("only").dispatchEvent(new Event("input")); said.push(shown(by("graph").children));
     set("part", by("part").options[1].value); said.push(shown(by("graph").children));
     for (const id of ["axes", "sources", "timeline", "memory"]) said.push(document.querySelectorAll(`#${id} .trace, #${id} .bars`).length > 0);
+    for (const id of ["axes", "sources", "timeline", "memory"]) said.push(document.querySelector(`#${id} .xtitle`)?.textContent);
     document.title = JSON.stringify(said);
     </script></body>"""
     file = tmp_path / "report.html"
@@ -76,7 +77,8 @@ def test_in_a_browser(programs, tmp_path):
     assert said[3] == "0 collectives, 0 B"
     assert said[4] == len(new.collectives)
     assert said[5] < said[4]
-    assert said[6:] == [True] * 4
+    assert said[6:10] == [True] * 4
+    assert said[10:] == ["MiB a device", "MiB a device", "ms", "node"]
 
 
 def test_the_timeline_is_what_the_program_costs(programs):
