@@ -32,7 +32,11 @@ LARGE = 3000  # nodes of a graph that a broken contract does not plan again
 
 @dataclass(frozen=True)
 class Alternative:
-    """What to write, and the price (seconds a step) and wire bytes of the program that results."""
+    """What to write, and the price (seconds a step) and wire bytes of the program that results.
+
+    All uses of the value see the constraint.  Where the backward holds a result as its operator made it, before the
+    constraint that is written behind it, a program may do as well for less: the price is the most that it costs.
+    """
 
     write: str
     spec: Spec | None
@@ -303,8 +307,8 @@ def _tried(
 
 
 def _same(sent: Iterable[Collective]) -> Counter[Any]:
-    """What collectives send, whatever their names."""
-    return Counter(dataclasses.replace(c, name="", why="") for c in sent)
+    """What collectives send, whatever their names and wherever they are said to be from."""
+    return Counter(dataclasses.replace(c, name="", why="", source="") for c in sent)
 
 
 # --- contracts --------------------------------------------------------------------------------------------------

@@ -98,8 +98,16 @@ def test_alternatives_come_true_when_written(base):
 def test_what_changes_nothing_is_no_alternative():
     """Such as the constraint of a value to what it is on the way."""
     program = plan()
-    found = [a for c in program.collectives for a in spmd.explain(program, c).alternatives]
-    assert found and all(a.price > program.price or a.wire_bytes != program.wire_bytes for a in found)
+
+    def twice(x, w):
+        y = spmd.constrain(x * 2, {"dp": Shard(0), "tp": Shard(1)})
+        return y @ w
+
+    where = {"x": {"dp": Shard(0), "tp": Shard(1)}, "w": {}, "out": {}}
+    gathered = spmd.export(twice, (torch.zeros(32, 64), torch.zeros(64, 512)), mesh=MESH, placements=where)
+    for each in (program, gathered):  # by two gathers, on the way of which a constraint stops
+        found = [a for c in each.collectives for a in spmd.explain(each, c).alternatives]
+        assert found and all(a.price > each.price or a.wire_bytes != each.wire_bytes for a in found)
 
 
 def test_a_gradient_is_constrained_by_a_hook():
