@@ -28,7 +28,7 @@ from . import dynamo
 from .annotations import constrain_op, to_local_op, tracing
 from .dims import Dims, dynamic_sizes, named_dims
 from .dtensors import axes_within, spec_from, spec_in, spec_within
-from .ir import Captured, Input
+from .ir import Captured, Input, source_line
 from .joint import Front, OutputIndex, UserLines, assemble, check_dense, is_tangent, trace
 from .placements import Mesh, Spec, SpmdError
 from .sizes import OpenSizes, check_results, release_data
@@ -475,11 +475,13 @@ def capture_function(
     if any(o.kind == "mutation" for o in front.captured.outputs):
         _check_apart([*state.items(), *tensors])
     if backward:
-        for value in front.arguments:
+        placeholders = front.captured.graph.graph.find_nodes(op="placeholder")
+        for value, node in zip(front.arguments, placeholders, strict=False):
             if isinstance(value, torch.Tensor) and value.requires_grad:
+                where = next((f"{line}: " for n in node.users if (line := source_line(n))), "")
                 raise SpmdError(
-                    f"the program reads a tensor of shape {tuple(value.shape)} that requires a gradient but is no "
-                    "input: export the module that owns it, or pass it as an argument"
+                    f"{where}the program reads a tensor of shape {tuple(value.shape)} that requires a gradient but is "
+                    "no input: export the module that owns it, or pass it as an argument"
                 )
         _seed_with_ones(front)
     order = (OutputIndex(i) for i in range(count))

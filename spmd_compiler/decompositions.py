@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from .masks import SPREADS, index, index_put, masked_scatter, masked_scatter_backward, masked_select
+from .masks import SCANS, SPREADS, index, index_put, masked_scatter, masked_scatter_backward, masked_select
 from .placements import SpmdError
 from .resampling import RESIZES, adaptive_avg_pool, adaptive_max_pool, grid_sample, max_unpool, resize_by, resize_to
 
@@ -427,7 +427,7 @@ def slice_scatter(
 
 def slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, step: int) -> Tensor:
     dim, m = dim % len(sizes), grad.shape[dim % len(sizes)]
-    if m == 1 and sizes[dim] > 1:
+    if statically_known_true(m == 1) and sizes[dim] > 1:
         return select_backward(grad.squeeze(dim), sizes, dim, _begin(start, sizes[dim]))
     return _placed(_strided(grad, step, dim), dim, _begin(start, sizes[dim]), sizes[dim])
 
@@ -495,6 +495,7 @@ EARLY = (
     aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default, aten.adaptive_max_pool2d.default,
     aten.adaptive_max_pool3d.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default,
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default, aten.masked_select.default, *SPREADS,
+    *SCANS,
 )  # fmt: skip
 
 
@@ -559,5 +560,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.index_put.default: laid_out_as_first(index_put),
         aten.masked_select.default: masked_select,
         **SPREADS,
+        **SCANS,
         aten.glu.default: glu,
     }

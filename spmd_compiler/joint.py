@@ -119,6 +119,15 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
             "sizes or numbers that only a run decides), and a program planned ahead is one for all of them; write what "
             "holds for every size, say so with torch._check, or mask instead (torch.where, a weight of 0)"
         ) from error
+    except Exception as error:
+        if not _is_torchs(error):
+            raise
+        said = " ".join(str(error).split("\n\n")[0].split())
+        raise SpmdError(
+            f"{_user_line(error)}: torch raises {type(error).__name__} where it traces this: {said}; if it runs "
+            "untraced, write it as functions of tensors (no backward() inside, nothing kept beyond the call), or "
+            "compute it outside the compiled function"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -204,10 +213,27 @@ def _what(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def _is_torchs(error: BaseException) -> bool:
+    """Whether torch raises it, not this package nor the program itself."""
+    if isinstance(error, SpmdError):
+        return False
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith((os.path.dirname(torch.__file__), "<"))
+
+
 def _user_line(error: BaseException) -> str:
-    """The innermost line of the user's code in an error's traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the program"
+    """The innermost line of the user's code in an error's traceback; else one that reads a tensor the graph holds."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = [(f.f_code.co_filename, n) for f, n in frames]
+    own = [(name, n) for name, n in files if not name.startswith(LIBRARIES)]
+    if own:
+        return f"{os.path.basename(own[-1][0])}:{own[-1][1]}"
+    for gm in (v for f, _ in frames for v in f.f_locals.values() if isinstance(v, GraphModule)):
+        for held in gm.graph.find_nodes(op="get_attr"):
+            if found := next((line for n in held.users if (line := source_line(n))), None):
+                return found
+    trace = fx_traceback.get_current_meta().get("stack_trace") or ""
+    noted = re.findall(r'File "(.*?)", line (\d+)', _innermost(trace))
+    return "".join(os.path.basename(file) + (f":{n}" if n != "0" else "") for file, n in noted) or "the program"
 
 
 class UserLines(TorchFunctionMode):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 aten = torch.ops.aten
 
@@ -111,4 +111,87 @@ def _spread(root: bool, with_mean: bool) -> Callable[..., Any]:
 SPREADS = {
     aten.var.correction: _spread(False, False), aten.std.correction: _spread(True, False),
     aten.var_mean.correction: _spread(False, True), aten.std_mean.correction: _spread(True, True),
+}  # fmt: skip
+
+
+# --- scans: what torch's own ask of a selection, whether it has elements, is not known --------------------------------
+
+
+def _from_end(op: Any, x: Tensor, dim: int) -> Tensor:
+    return op(x.flip(dim), dim).flip(dim)
+
+
+def _sum_backward(grad: Tensor, x: Tensor, out: Tensor, dim: int) -> Tensor:
+    return _from_end(torch.cumsum, grad, dim)
+
+
+def _product_backward(grad: Tensor, x: Tensor, out: Tensor, dim: int) -> Tensor:
+    """A product without one of its elements is a quotient; without its first zero, that with a one in its place.
+
+    (Torch's, as it is traced, has nodes for each element.)  What is differentiated once more needs products without
+    two, which is torch's.
+    """
+    if torch.is_grad_enabled():
+        return aten.cumprod_backward(grad, x, dim, out)
+    zero = x == 0
+    first = zero & (zero.cumsum(dim) == 1)
+    other = x.masked_fill(first, 1).cumprod(dim)
+    rest = _from_end(torch.cumsum, grad * out.conj(), dim) / x.masked_fill(zero, 1).conj()
+    return torch.where(first, _from_end(torch.cumsum, grad * other.conj(), dim), rest)
+
+
+def _exponents_backward(grad: Tensor, x: Tensor, out: Tensor, dim: int) -> Tensor:
+    """In logarithms, of each sign by itself."""
+    parts = [torch.where(g > 0, g, 0).log() - out for g in (grad, -grad)]
+    above, below = ((_from_end(torch.logcumsumexp, p, dim) + x).exp() for p in parts)
+    return above - below
+
+
+def _scan(op: Callable[[Tensor, int], Tensor], gradient: Callable[..., Tensor], always: bool) -> Callable[..., Any]:
+    class Scan(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, dim: int) -> Tensor:
+            return op(x, dim)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_backward(inputs[0], output)
+            ctx.dim = inputs[1]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return gradient(grad, *ctx.saved_tensors, ctx.dim), None
+
+    def decomposed(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        if not (x.requires_grad and torch.is_grad_enabled() and x.dim() and (always or is_open(x))):
+            return NotImplemented
+        try:
+            return Scan.apply(x if dtype is None else x.to(dtype), dim)
+        except NotImplementedError:  # within a gradient of torch.func, which has no place for it: torch's own
+            return NotImplemented
+
+    return decomposed
+
+
+def _extremes(op: Callable[[Tensor, int], Any]) -> Callable[..., Any]:
+    def decomposed(x: Tensor, dim: int) -> Any:
+        if not is_open(x) or statically_known_true(x.numel() > 0):
+            return NotImplemented
+        # what comes after has no part in what was scanned before
+        made = op(aten.constant_pad_nd(x, [p for n in reversed(x.shape) for p in (0, int(_unknown(n)))]), dim)
+        parts = []
+        for v in made:
+            for d, n in enumerate(x.shape):
+                v = aten.slice(v, d, 0, n) if _unknown(n) else v
+            parts.append(v)
+        return tuple(parts)
+
+    return decomposed
+
+
+SCANS = {
+    aten.cumsum.default: _scan(torch.cumsum, _sum_backward, False),
+    aten.cumprod.default: _scan(torch.cumprod, _product_backward, True),
+    aten.logcumsumexp.default: _scan(torch.logcumsumexp, _exponents_backward, False),
+    aten.cummax.default: _extremes(torch.cummax), aten.cummin.default: _extremes(torch.cummin),
 }  # fmt: skip

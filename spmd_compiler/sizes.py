@@ -239,6 +239,11 @@ class DataSizes(_Sizes):
         found = super().expression(given, where)
         if not self.makers:
             return found
+        if any(p.exp.free_symbols for p in found.atoms(sympy.Pow)):
+            raise SpmdError(
+                f"{where}: {found} has a size that data decide for an exponent, which no program holds; compute the "
+                "power of a tensor (mask.sum(), which has a value for each run)"
+            )
         far = {found.xreplace(dict.fromkeys(found.free_symbols, sympy.Integer(n))) for n in FAR}
         if isinstance(found, sympy.Expr) and found.free_symbols and len(far) == 1:
             raise SpmdError(

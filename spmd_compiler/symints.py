@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv
 from torch.utils._pytree import SequenceKey
 
 from .dims import Dim
-from .ir import check_size, producer, size_op
+from .ir import check_size, producer, size_op, source_line
+from .placements import SpmdError
 from .symbolic import real
 
 aten = torch.ops.aten
@@ -66,7 +67,9 @@ def computed(value: Any, leaf: Callable[[str], Any], call: Callable[..., Any]) -
             return chain(operator.mul, sorted(x.args, key=str))
         if x.is_Pow and x.args[1].is_Integer:
             return chain(operator.mul, [x.args[0]] * int(x.args[1]))
-        raise NotImplementedError(f"{x} as a number")
+        if x.is_Pow and x.args[1].is_Rational:
+            return call(operator.pow, call(torch.sym_float, walk(x.args[0])), float(x.args[1]))
+        raise NotImplementedError(f"no operator of Python gives {x}, which data decide")
 
     return walk(value)
 
@@ -95,6 +98,14 @@ class _Numbers:
         return GraphModule(self.gm, self.graph)
 
     def get(self, node: Node) -> Any:
+        try:
+            return self._made(node)
+        except NotImplementedError as error:
+            raise SpmdError(
+                f"{node.name} ({source_line(node)}): {error}; compute it of a tensor (x.new_tensor, a sum of the mask)"
+            ) from error
+
+    def _made(self, node: Node) -> Any:
         if node not in self.done:
             # a size is known by its name: what names it comes first, wherever it stood
             args, kwargs = self.tree(node.args), self.tree(node.kwargs)

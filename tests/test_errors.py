@@ -204,3 +204,34 @@ def test_constraints_are_met_or_refused():
     with pytest.raises(spmd.SpmdError, match=r"test_errors.py:\d+.*P\(sum\).*partial"):
         export({}, fn=lambda x: spmd.constrain(x * 2, {"tp": Partial()}))
     assert program.placements["x"]["tp"] == Replicate()
+
+
+KEPT = []
+
+
+def keeps(x):
+    KEPT.append(x * 2)
+    return (KEPT[0] * x).sum()
+
+
+def raises(x):
+    raise RuntimeError("my own")
+
+
+BESIDE = torch.ones(8, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "fn, words",
+    [
+        (lambda x: x.view(3, 3).sum(), r"test_errors.py:\d+: torch raises RuntimeError.*shape '\[3, 3\]' is invalid"),
+        (keeps, r"test_errors.py:\d+: torch raises AssertionError.*nothing kept beyond the call"),
+        (lambda x: x[x > 0].prod(), r"test_errors.py:\d+: whether Eq\(u1, 0\) depends on data"),
+        (lambda x: (x * BESIDE).sum(), r"test_errors.py:\d+: the program reads a tensor of shape \(8,\)"),
+    ],
+)
+def test_what_torch_raises_names_the_line(fn, words):
+    with pytest.raises(spmd.SpmdError, match=words):
+        export({}, torch.randn(4, 8, requires_grad=True), fn, backward=True)
+    with pytest.raises(RuntimeError, match=r"^my own$"):
+        export({}, fn=raises)
