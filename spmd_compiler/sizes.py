@@ -78,8 +78,8 @@ class _Sizes:
             )
         if foreign or not found.free_symbols <= known:
             raise SpmdError(
-                f"{where}: the size or number {given} is no arithmetic of dynamic dims that a program can hold; where it "
-                "is an .item(), compute with the tensor itself, or take it outside the compiled function"
+                f"{where}: the size or number {given} is no arithmetic of dynamic dims that a program can hold; where "
+                "it is an .item(), compute with the tensor itself, or take it outside the compiled function"
             )
         return found
 
