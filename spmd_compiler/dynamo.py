@@ -121,7 +121,7 @@ def output_placements(node: Node) -> tuple[Any, ...] | None:
 
 
 def _global_fake(value: DTensor, tx: Any, source: Any) -> torch.Tensor:
-    with tx.fake_mode:
+    with torch._C._DisableFuncTorch(), tx.fake_mode:  # an argument may be met first within torch.func.grad
         fake = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
         )

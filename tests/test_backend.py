@@ -99,6 +99,7 @@ FUNCTIONS = {
     "uneven": (lambda x, w: F.softmax(x @ w, -1), ((5, 3), (3, 7)), ([S0, R], [R, S1])),
     "empty pieces": (lambda x, w: x @ w, ((1, 3), (3, 1)), ([S0, S0], [S1, S1])),
     "detached": (lambda x, w: (x.detach() * w, (x * 2).argmax(1)), ((4, 6), (4, 6)), ([S0, R], [S0, R])),
+    "gradient": (lambda x, w: torch.func.grad(lambda w: (x @ w).sin().sum())(w), ((4, 6), (6, 4)), ([S0, R], [R, S1])),
     "constrained": (lambda x, w: constrain(x @ w, {"dp": S1, "tp": S0}), ((4, 6), (6, 4)), ([S0, R], [R, S1])),
 }
 
