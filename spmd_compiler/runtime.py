@@ -6,12 +6,14 @@ like (mesh, placements, global shape) is worked out once, at compile time.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -395,7 +397,8 @@ class Runner:
         text = program_text(self.program) + self.halves.text
         state = _digest(bytes(torch.get_rng_state().tolist())) if self.seed is not None else ""
         everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (_digest(text.encode()), state, ""), group=group)
+        with _waiting(self.program.captured.name):
+            dist.all_gather_object(everyone, (_digest(text.encode()), state, ""), group=group)
         for rank, (*_, failure) in enumerate(everyone):
             if failure:
                 raise SpmdError(f"rank {rank} of the mesh could not compile its part of the program: {failure}")
@@ -408,6 +411,25 @@ class Runner:
             dist.all_gather_object(seeds, torch.initial_seed(), group=group)
             self.generator = torch.Generator().manual_seed(seeds[0])
         self.checked = True
+
+
+PATIENCE = 60.0  # seconds before a rank says what it waits for
+
+
+@contextlib.contextmanager
+def _waiting(program: str) -> Iterator[None]:
+    """Says so where other ranks don't come: torch fails after the process group's timeout alone, and names nothing."""
+    words = (
+        "%s is compiled here, and waits since %.0f s for the other ranks of its mesh: one that failed before, or runs "
+        "what it had compiled already, keeps it until the process group's timeout; see what the other ranks log"
+    )
+    timer = threading.Timer(PATIENCE, logging.getLogger(__name__).warning, (words, program, PATIENCE))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def report_failure(mesh: DeviceMesh | Mesh, error: Exception) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import logging
+import queue
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils import _pytree as pytree
 
+from spmd_compiler import runtime
 from spmd_compiler.annotations import constrain
 from spmd_compiler.parallelize import parallelize
 from spmd_compiler.placements import SpmdError
@@ -537,6 +540,14 @@ def test_direct(gloo4, lower):
 @pytest.mark.parametrize("use_local, lower", [(True, "eager"), (False, "eager"), (True, "inductor")])
 def test_tensor_parallel(gloo4, use_local, lower):
     gloo4(check_tensor_parallel, use_local, lower)
+
+
+def test_a_rank_that_waits_says_for_what(monkeypatch):
+    said = queue.Queue()
+    monkeypatch.setattr(runtime, "PATIENCE", 0.0)
+    monkeypatch.setattr(logging.getLogger(runtime.__name__), "warning", lambda words, *given: said.put(words % given))
+    with runtime._waiting("step"):
+        assert "step is compiled here, and waits" in said.get(timeout=60)
 
 
 def test_options():
