@@ -480,7 +480,10 @@ def load(path: Any) -> Stored:
             tensors = safetensors.torch.load(file.read("tensors.safetensors"))
             held = "weights.safetensors" in file.namelist()
             weights = safetensors.torch.load(file.read("weights.safetensors")) if held else {}
-        return _stored(program, tensors, weights)
+        try:
+            return _stored(program, tensors, weights)
+        except SpmdError as error:
+            raise SpmdError(f"{shown}: {error}") from None
     except FileNotFoundError:
         raise SpmdError(f"there is no file {path}") from None
     except SpmdError:
