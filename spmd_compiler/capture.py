@@ -91,6 +91,7 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
         return None
     abstract = Mesh.of(device_mesh)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    check_dense([n.meta.get("example_value") for n in placeholders])
     tracing_mode = detect_fake_mode([n.meta.get("example_value") for n in placeholders])
     returned = [n if isinstance(n, Node) else None for n in pytree.tree_leaves(gm.graph.output_node().args[0])]
     constants = [v for v in pytree.tree_leaves(gm.graph.output_node().args[0])]
@@ -102,7 +103,6 @@ def capture_graph(gm: GraphModule, mesh: Any = None, name: str = "main") -> Fron
     _name_axes(gm, device_mesh)
     wrapped, taken = _specialised(gm, placeholders, returned)
     examples = [_static(placeholders[i].meta["example_value"], tracing_mode) for i in taken]
-    check_dense(examples)
     joint = trace(wrapped, examples)
 
     named = []

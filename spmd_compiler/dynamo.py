@@ -333,6 +333,13 @@ def _refuse_break(tx: Any, node: Node, error: Unsupported) -> None:
         raise depends_on_data(_line(tx), str(getattr(error.__cause__, "func", node.target))) from None
 
 
+def _refuse_sparse(tx: Any, what: str) -> None:
+    raise SpmdError(
+        f"{_line(tx)}: {what} is sparse, and beside DTensors a sparse tensor has no placement; give it as to_dense(), "
+        "or keep it outside the compiled function"
+    )
+
+
 METHODS = {"redistribute": _redistribute, "to_local": _to_local, "full_tensor": _full_tensor}
 ATTRIBUTES = {"placements": placements_asked, "device_mesh": global_mesh}
 
@@ -345,6 +352,7 @@ def install() -> None:
     """Put the hooks in place, once."""
     wrap_input = builder.wrap_to_fake_tensor_and_record
     wrap_float = builder.VariableBuilder.wrap_symfloat
+    wrap_tensor = builder.VariableBuilder.wrap_tensor
     call_method = tensor.TensorVariable.call_method
     getattr_name = "var_getattr" if hasattr(tensor.TensorVariable, "var_getattr") else "tp_getattro_impl"  # torch 2.14
     var_getattr = getattr(tensor.TensorVariable, getattr_name)
@@ -358,10 +366,19 @@ def install() -> None:
             return _global_fake(e, tx, kwargs["source"])
         return wrap_input(e, tx, **kwargs)
 
+    @functools.wraps(wrap_tensor)
+    def our_wrap_tensor(self: Any, value: torch.Tensor) -> VariableTracker:
+        if value.layout is not torch.strided and not value.is_nested and _active(self.tx):
+            if any(isinstance(v, DTensor) for v in self.tx.output.root_tx.f_locals.values()):
+                _refuse_sparse(self.tx, f"a tensor of {value.dim()} dims, {str(value.layout).removeprefix('torch.')},")
+        return wrap_tensor(self, value)
+
     @functools.wraps(call_method)
     def our_call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
         if name in METHODS and _active(tx) and global_mesh(_node_of(self)) is not None:
             return METHODS[name](tx, self, args, kwargs)
+        if name.startswith("to_sparse") and _active(tx) and global_mesh(_node_of(self)) is not None:
+            _refuse_sparse(tx, f"{name}()")
         return call_method(self, tx, name, args, kwargs)
 
     @functools.wraps(var_getattr)
@@ -424,6 +441,7 @@ def install() -> None:
     builder.get_fake_value = our_fake_value
     builder.VariableBuilder.wrap_symfloat = our_wrap_float
     builder.wrap_to_fake_tensor_and_record = our_wrap_input
+    builder.VariableBuilder.wrap_tensor = our_wrap_tensor
     tensor.TensorVariable.call_method = our_call_method
     setattr(tensor.TensorVariable, getattr_name, our_var_getattr)
     builtin.BuiltinVariable.call_isinstance = our_call_isinstance

@@ -233,7 +233,8 @@ def _user_line(error: BaseException) -> str:
                 return found
     trace = fx_traceback.get_current_meta().get("stack_trace") or ""
     noted = re.findall(r'File "(.*?)", line (\d+)', _innermost(trace))
-    return "".join(os.path.basename(file) + (f":{n}" if n != "0" else "") for file, n in noted) or "the program"
+    places = (f"{os.path.basename(file)}:{n}" if n != "0" else f"module {file!r}" for file, n in noted)
+    return "".join(places) or "the program"
 
 
 class UserLines(TorchFunctionMode):

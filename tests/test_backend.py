@@ -295,6 +295,19 @@ def check_views():
         close(ours, x)
 
 
+def check_sparse():
+    mesh = mesh_of(dp=4)
+    x, s = distribute_tensor(torch.ones(6, 8), mesh, [S0]), torch.eye(6).to_sparse()
+    ragged = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    for function, given, words in (
+        (lambda x, s: s @ x, (x, s), r"test_backend.py:\d+.* is sparse.*to_dense"),
+        (lambda x: x.to_sparse() @ x.t(), (x,), r"test_backend.py:\d+: to_sparse\(\) is sparse.*to_dense"),
+        (lambda x, n: n * 2 + x.sum(), (x, ragged), "nested tensor"),
+    ):
+        with pytest.raises(Exception, match=words):
+            compiled(function, fullgraph=False)(*given)
+
+
 def check_recurrent():
     torch.manual_seed(0)
     mesh = mesh_of(dp=2, tp=2)
@@ -515,7 +528,7 @@ def check_devices():
 
 
 CHECKS = [
-    check_recurrent, check_views,
+    check_recurrent, check_views, check_sparse,
     check_constraint, check_devices, check_frozen, check_graph_break, check_tangents, check_version, check_mutation,
     check_sequence_parallel, check_distribute_module, check_random, check_plain, check_mesh_option,
     check_disagreement, check_failure, check_shapes_change, check_submesh,
