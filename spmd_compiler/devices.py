@@ -76,6 +76,16 @@ def on_cpu(gm: GraphModule) -> GraphModule:
     return settled(gm, home(gm.graph), torch.device("cpu"))
 
 
+def storages_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may have an element in common (those without any count as if: other ranks'
+    pieces have some)."""
+    if not a.numel() or not b.numel():
+        return True
+    begins = a.storage_offset(), b.storage_offset()
+    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
+    return begins[0] <= ends[1] and begins[1] <= ends[0]
+
+
 def _rename(nodes: Iterable[Node], rename: Callable[[torch.device], torch.device]) -> None:
     def renamed(value: Any) -> Any:
         return rename(value) if isinstance(value, torch.device) else value

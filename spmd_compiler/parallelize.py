@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .devices import storages_overlap
 from .dtensors import device_mesh, dtensor_spec, spec_of, wrap
 from .placements import Mesh, Spec, SpmdError
 from .program import Placements, Program
-from .runtime import storages_overlap, whole_group
+from .runtime import whole_group
 from .symbolic import piece
 
 

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 
 from .aot import packaged
 from .collectives import is_collective
-from .devices import device_of, home, settled
+from .devices import device_of, home, settled, storages_overlap
 from .dtensors import dtensor_spec, placements_for, spec_in, wrap
 from .family import DataSamples, data_samples, put_sizes, unify
 from .ir import Output, Partitioned, nodes_within
@@ -263,9 +263,9 @@ class Runner:
         self.wrapped = [next(flags) if o.kind == "output" else True for o in program.outputs[: self.count]]
         self.mutations = [(k, o) for k, o in enumerate(program.outputs[: self.count]) if o.kind == "mutation"]
         self.grads = [(k, o) for k, o in enumerate(program.outputs[self.count :])]
-        written = {o.of for _, o in self.mutations}
-        self.apart = [k for k, i in enumerate(self.inputs) if k in written or i.kind == "input"]
-        self.may_alias = any(self.inputs[k].kind == "input" for k in written if k is not None)
+        self.written = {o.of for _, o in self.mutations if o.of is not None}
+        self.apart = [k for k, i in enumerate(self.inputs) if k in self.written or i.kind == "input"]
+        self.may_alias = any(self.inputs[k].kind == "input" for k in self.written)
         self.needs_grad = [o.of for _, o in self.grads if o.of is not None]
         tangents = [(i, n) for i, n in zip(program.inputs, places, strict=True) if i.kind == "tangent"]
         self.tangent_slots = [self._slot(i.name, i.spec, n) for i, n in tangents]
@@ -283,11 +283,7 @@ class Runner:
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[Any]:
         """Run on arguments in placeholder order (without the seed); the forward outputs of kind ``output``."""
-        if self.seed is not None:
-            tensors = [*tensors[: self.seed], self._draw(), *tensors[self.seed :]]
-        self._check_apart(tensors)
-        if not self.checked:
-            self._check_agreement()
+        tensors = self._given(tensors)
         placed = [self._placed(t, s) for t, s in zip(tensors, self.slots, strict=True)]
         if self.halves.backward is not None and torch.is_grad_enabled():
             outs = list(_Run.apply(self, *placed))
@@ -303,10 +299,7 @@ class Runner:
 
         They are DTensors if an argument is one, or if they are not replicated.
         """
-        if self.seed is not None:
-            tensors = [*tensors[: self.seed], self._draw(), *tensors[self.seed :]]
-        if not self.checked:
-            self._check_agreement()
+        tensors = self._given(tensors)
         with torch.no_grad():
             placed = [self._placed(t, s) for t, s in zip(tensors, self.slots, strict=True)]
             strides = self.halves.forward_strides
@@ -322,17 +315,26 @@ class Runner:
             outs.append(value)
         return outs
 
+    def _given(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The arguments of a call, the seed among them, once they and the other ranks' program are as they must be."""
+        if self.seed is not None:
+            tensors = [*tensors[: self.seed], self._draw(), *tensors[self.seed :]]
+        self._check_apart(tensors)
+        if not self.checked:
+            self._check_agreement()
+        return tensors
+
     def _check_apart(self, tensors: Sequence[Any]) -> None:
         """Raise `SpmdError` where what the program writes to shares memory with another input: it has copies."""
-        if not self.mutations or (self.checked and not self.may_alias):
+        if not self.written or (self.checked and not self.may_alias):
             return
-        written = {o.of for _, o in self.mutations}
         held: dict[int, list[int]] = {}
         for k in self.apart:
             if isinstance(tensors[k], torch.Tensor):
                 others = held.setdefault(local_of(tensors[k]).untyped_storage()._cdata, [])
                 for j in others:
-                    if (k in written or j in written) and storages_overlap(local_of(tensors[j]), local_of(tensors[k])):
+                    pair = local_of(tensors[j]), local_of(tensors[k])
+                    if not self.written.isdisjoint((j, k)) and storages_overlap(*pair):
                         names = f"{self.inputs[j].name!r} and {self.inputs[k].name!r}"
                         raise SpmdError(
                             f"inputs {names} share memory, and the program writes to one of them, which the other "
@@ -472,16 +474,6 @@ def _global_stride(value: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
         strides[d] = run
         run *= max(int(shape[d]), 1)
     return tuple(strides)
-
-
-def storages_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage may have an element in common (those without any count as if: other ranks'
-    pieces have some)."""
-    if not a.numel() or not b.numel():
-        return True
-    begins = a.storage_offset(), b.storage_offset()
-    ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
-    return begins[0] <= ends[1] and begins[1] <= ends[0]
 
 
 def local_of(tensor: Any) -> Any:

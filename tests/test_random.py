@@ -219,5 +219,5 @@ def test_operators_without_a_replacement_are_named():
 
 
 def test_a_generator_of_its_own_is_an_error():
-    with pytest.raises(SpmdError if TORCH > (2, 11) else NotImplementedError, match=r"[gG]enerator"):
+    with pytest.raises(SpmdError if TORCH > (2, 11) else NotImplementedError, match="generator" if TORCH > (2, 11) else "Generator"):
         replaced(lambda x: x + torch.randn(4096, generator=torch.Generator()), X)
