@@ -108,7 +108,9 @@ def trace(module: torch.nn.Module, args: Sequence[Any]) -> Any:
     tables = all_decompositions()
     kept = torch._inductor.config.patch(fallback_random=True)  # draws that nothing reads: others are counted by them
     try:
-        with contextlib.ExitStack() as stack, _compiling(), _own_kernels(), _plain_layers(), fixed, kept:
+        with contextlib.ExitStack() as stack:
+            for entered in (_compiling(), _own_kernels(), _plain_layers(), _known_regions(), fixed, kept):
+                stack.enter_context(entered)
             return aot_export_joint_with_descriptors(stack, module, tuple(args), decompositions=tables)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise depends_on_data(_user_line(error), _what(error)) from error
@@ -143,6 +145,29 @@ def _plain_layers() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             plain.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _known_regions() -> Iterator[None]:
+    """The schema of a region once for all of its calls: torch traces the region again to find it, for each of them."""
+    region = torch.ops.higher_order.invoke_subgraph
+    schema_of = region.gen_schema
+    found: dict[Any, Any] = {}
+
+    def schema(subgraph: Any, identifier: Any, *operands: Any) -> Any:
+        kinds = tuple((*o.shape, *o.stride(), o.dtype, o.requires_grad) if isinstance(o, torch.Tensor) else (o,)
+                      for o in operands)  # fmt: skip
+        if identifier is None or any(isinstance(n, torch.SymInt) for kind in kinds for n in kind):
+            return schema_of(subgraph, identifier, *operands)
+        if (identifier, kinds) not in found:
+            found[identifier, kinds] = schema_of(subgraph, identifier, *operands)
+        return found[identifier, kinds]
+
+    region.gen_schema = schema
+    try:
+        yield
+    finally:
+        region.gen_schema = schema_of
 
 
 @contextlib.contextmanager

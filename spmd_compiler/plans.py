@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.fx import GraphModule, Node
 
 from . import ops  # noqa: F401  (registers the rules)
-from .bodies import Border
+from .bodies import Border, call_of
 from .ir import Captured, open_dims, operands, results
 from .placements import Mesh, Spec, SpmdError
 from .problem import Solution
@@ -45,14 +45,28 @@ class Known:
     """What the graphs of a program share: rules, choices by mesh and uneven cuts, bodies planned under borders."""
 
     rules: dict[Node, Rule | None] = field(default_factory=dict)
+    calls: dict[Any, Rule | None] = field(default_factory=dict)
     shared: dict[Any, dict[Any, tuple[tuple[Choice, ...], np.ndarray]]] = field(default_factory=dict)
     inner: dict[tuple[GraphModule, Border], tuple[Captured, Plan] | SpmdError] = field(default_factory=dict)
 
     def rule(self, node: Node) -> Rule | None:
         if node not in self.rules:
-            found = None if node.meta.get("makes") else rule_of(node)
+            found = None if node.meta.get("makes") else self._found(node)
             self.rules[node] = found and closed(found, node)
         return self.rules[node]
+
+    def _found(self, node: Node) -> Rule | None:
+        """Calls of the same bodies have one rule: finding it takes what their bodies have of nodes."""
+        call = call_of(node)
+        if call is None:
+            return rule_of(node)
+        sides = [o.meta["val"] for o in operands(node)], results(node)
+        shapes = [tuple(None if v is None else tuple(v.shape) for v in side) for side in sides]
+        given = tuple(b.meta["val"] for b in call.bodies)
+        key = (node.target, given, dataclasses.replace(call, bodies=()), *shapes)
+        if key not in self.calls:
+            self.calls[key] = rule_of(node)
+        return self.calls[key]
 
 
 Bodies = tuple[tuple[Captured, "Plan"], ...]  # those of a call, each with its border and the plan for it

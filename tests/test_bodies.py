@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from versions import TORCH
 
 import spmd_compiler as spmd
-from spmd_compiler import passes
+from spmd_compiler import capture, passes, plans
 from spmd_compiler.capture import capture_graph
 from spmd_compiler.collectives import collectives
 from spmd_compiler.ir import body_of, nodes_within
@@ -257,6 +257,25 @@ def test_regions_are_partitioned_once():
         assert len(places[0]) == len(places[1]) == 2 and times == {3}
     assert len(places[0]) == len(places[1]) and 3 in times
     assert str(parse(str(Text.of(many)))) == str(Text.of(many))
+
+
+def test_what_a_region_takes_does_not_grow_with_its_calls(monkeypatch):
+    """Neither its rule nor its schema, which torch traces it for, is found again for another call of it."""
+    region, found = torch.ops.higher_order.invoke_subgraph, []
+    trace, schema, rule = capture.trace, region.gen_schema, plans.rule_of
+
+    def traced(*args):
+        with monkeypatch.context() as inside:
+            inside.setattr(region, "gen_schema", lambda *args: found.append("schema") or schema(*args), raising=False)
+            return trace(*args)
+
+    monkeypatch.setattr(capture, "trace", traced)
+    monkeypatch.setattr(plans, "rule_of", lambda n: (n.target is region and found.append("rule")) or rule(n))
+    regions(4, verify=False)
+    few = sorted(found)
+    found.clear()
+    regions(6, verify=False)
+    assert sorted(found) == few and {"rule", "schema"} == set(few)
 
 
 paired = pytest.mark.skipif(TORCH == (2, 11), reason="torch 2.11 pairs no calls of a region with their backwards")
