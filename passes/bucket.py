@@ -123,6 +123,8 @@ class _Beside:
             return None
         place = {c.key: i for i, c in enumerate(self.step)}
         reads = tuple(r for c in self.step if c.key in members for r in c.reads)
+        if any(r in members for r in reads):
+            return None
         ready = max((place[r] for r in reads), default=-1)
         first: dict[Node, int] = {}
         for i, call in enumerate(self.step):
@@ -233,6 +235,19 @@ def _join(graph: Graph, nodes: list[Node], mesh: Mesh, results: set[Node]) -> No
                 new.meta[key] = node.meta[key]
             new.meta["joined"] = (coll.KINDS[kind], node.args[0].meta["spec"], axis, op)  # type: ignore[union-attr]
             node.replace_all_uses_with(new)
+    _put_behind(first, new)
+
+
+def _put_behind(first: Node, last: Node) -> None:
+    """Put what stands from ``first`` on and reads what is made up to ``last`` behind it: views of a member's result may
+    stand before the last operand, for they take no time."""
+    order = {n: i for i, n in enumerate(first.graph.nodes)}
+    end, node = last, first
+    while node is not last:
+        here, node = node, node.next
+        if any(order[u] > order[here] for u in here.all_input_nodes):
+            end.append(here)
+            order[here], end = len(order), here
 
 
 class _Writer:

@@ -150,3 +150,16 @@ def test_one_that_needs_the_other_stays_apart():
     program = spmd.export(chain, (x, w), mesh={"a": 3}, placements={"x": rows, "w": rows}, profile=SLOW, buckets=True)
     assert counts(program) == {"all_reduce": 2}
     torch.testing.assert_close(program.simulate(x, w), chain(x, w))
+
+
+def test_views_of_what_is_joined_stand_behind_it():
+    def function(x, y):
+        return x.t().reshape(4, 16, 8) * 2, (y * 2).reshape(-1).cos()
+
+    x, y = torch.randn(64, 8), torch.randn(64, 8)
+    rows, prices = [Shard(0), Shard(0)], dataclasses.replace(spmd.PROFILES["h100"], memory=1e30, launch=0.0)
+    program = spmd.export(
+        function, (x, y), mesh={"a": 2, "b": 4}, profile=prices, overlap=True, buckets=True,
+        placements={"x": rows, "y": [Shard(0), Replicate()], "out*": [Replicate(), Replicate()]},
+    )  # fmt: skip
+    program.verify()
