@@ -531,8 +531,7 @@ class _Builder:
         pieces += [self._piece(v, s) for v, s in zip(made, c.results, strict=True) if v is not None and s is not None]
         traffic = sum(pieces)
         element = next((v.element_size() for v in made if v is not None), 4)
-        flops = self._flops(r, c)
-        return inside + self.profile.compute(flops, traffic, element) - (0.0 if flops else self.profile.launch)
+        return inside + self.profile.operator(self._flops(r, c), traffic, element)
 
     def _sends(self, r: Rule, c: Choice) -> tuple[str, ...]:
         """The axes over which the local form may hold collectives; none, where it holds none."""

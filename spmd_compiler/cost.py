@@ -62,6 +62,7 @@ class Profile:
     repeats_work: bool = True  # False: matmul work is never done twice, whatever it would save on the wire
     buckets: bool = False  # small collectives of one axis are joined where that costs less (`passes.bucket`)
     overlap: bool = False  # gathers of weights and reductions of gradients run beside computation (`hidden`)
+    fuses: bool = True  # False: every operator starts a kernel of its own, not only products (``lower="eager"``)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -106,6 +107,10 @@ class Profile:
     def compute(self, flops: float, nbytes: float, element: int) -> float:
         """Seconds of one local kernel: the slower of its matmul flops and its memory traffic, plus the launch."""
         return max(flops / _rate(self.matmul, element), nbytes / _rate(self.memory, element)) + self.launch
+
+    def operator(self, flops: float, nbytes: float, element: int) -> float:
+        """Seconds of an operator: one without matmul flops is a part of another kernel, unless nothing ``fuses``."""
+        return self.compute(flops, nbytes, element) - (0.0 if flops or not self.fuses else self.launch)
 
 
 def _steps(kind: str, n: int) -> int:
@@ -174,7 +179,7 @@ def profile_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(made["order"], str) or not all(isinstance(a, str) for a in made["order"]):
             raise SpmdError(f"order is a list of axes from outermost to innermost, not {made['order']!r}")
         made["order"] = tuple(made["order"])
-    for key in made.keys() & {"buckets", "overlap", "repeats_work"}:
+    for key in made.keys() & {"buckets", "fuses", "overlap", "repeats_work"}:
         if not isinstance(made[key], bool):
             raise SpmdError(f"{key} is true or false, not {made[key]!r}")
     return made

@@ -114,9 +114,7 @@ def duration(node: Node, mesh: Mesh, profile: Profile) -> tuple[float, str]:
         return 0.0, COMPUTE
     made = [v for v in results(node) if v is not None]
     traffic = sum(map(nbytes, made)) + sum(nbytes(v) for n in node.all_input_nodes for v in results(n))
-    flops = _flops(node)
-    element = made[0].element_size() if made else 4
-    return profile.compute(flops, traffic, element) - (0.0 if flops else profile.launch), COMPUTE
+    return profile.operator(_flops(node), traffic, made[0].element_size() if made else 4), COMPUTE
 
 
 def _flops(node: Node) -> float:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import spmd_compiler as spmd
 from spmd_compiler.cost import PROFILES, Link, Profile, profile_of
 from spmd_compiler.placements import Mesh, SpmdError
+from spmd_compiler.timeline import calls, seconds
 
 NEAR, FAR = Link(1e-6, 100e9), Link(1e-5, 10e9)
 PLAIN = Profile("plain", {4: 1e12}, 1e12, 0.0, NEAR, FAR, node_size=8)
@@ -94,6 +95,7 @@ FILE = """
 base = "h100"
 node_size = 4
 order = ["tp", "dp"]
+fuses = false
 memory = {2 = 1e12, 4 = 2e12}
 
 [matmul]
@@ -118,7 +120,7 @@ def test_a_file_says_it_all(tmp_path):
     assert profile.collective(mesh, "all_gather", ("dp",), 1e6) == pytest.approx(1e-6 * math.sqrt(3) + 0.75e6 / 2e11)
     assert profile.collective(mesh, "reduce_scatter", ("dp",), 1e6) == pytest.approx(2e-6 * math.sqrt(3) + 3e6 / 1e11)
     assert profile.collective(mesh, "permute", ("pp",), 1e6) == pytest.approx(3e-5 + 1e6 / 1e9)
-    assert profile.inter == PROFILES["h100"].inter
+    assert profile.inter == PROFILES["h100"].inter and not profile.fuses
     moved = [profile.compute(0.0, 1e6, n) - profile.launch for n in (1, 2, 4, 8)]
     assert moved == pytest.approx([1e-6, 1e-6, 5e-7, 5e-7])
     program = spmd.export(lambda x: x.abs(), (torch.ones(8),), mesh={"dp": 4}, placements={"x": [Shard(0)]}, profile=str(path))
@@ -143,3 +145,17 @@ def test_a_file_that_is_wrong(tmp_path, line, message):
     path.write_text(line)
     with pytest.raises(SpmdError, match=f"wrong.toml: {message}"):
         profile_of(str(path))
+
+
+def test_where_nothing_fuses_every_operator_starts_a_kernel():
+    def step(x, w):
+        return (x @ w).exp().t().mul(2.0).sum()
+
+    def priced(fuses):
+        profile = dataclasses.replace(PROFILES["cpu"], name=f"fuses {fuses}", fuses=fuses)
+        return spmd.export(step, (torch.ones(8, 8), torch.ones(8, 8)), mesh={"x": 2},
+                           placements={"x": [Shard(0)]}, profile=profile)  # fmt: skip
+
+    fused, apart = priced(True), priced(False)
+    assert apart.price - fused.price == pytest.approx(3 * PROFILES["cpu"].launch)  # exp, mul and sum; a product has one
+    assert seconds(calls(apart.local)) == pytest.approx(apart.price)
