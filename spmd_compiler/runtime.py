@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.fx import GraphModule, Node
 
 from .aot import packaged
@@ -34,6 +34,7 @@ from .ir import Output, Partitioned, nodes_within
 from .lower import Compiled, Groups, bind, compile_graph, expand_collectives, match_saved
 from .passes import overlap, split
 from .placements import Mesh, Spec, SpmdError
+from .simulate import cut
 from .symbolic import bind_tree, sized
 from .symints import with_numbers
 from .text import program_text
@@ -56,6 +57,7 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.placements = placements_for(self.spec, self.mesh)
+        self.cuts = not any(isinstance(p, Partial) for p in self.spec.placements)
         self.dtensor = None
         if all(isinstance(n, int) for n in self.shape):
             self.dtensor = dtensor_spec(self.spec, self.mesh, torch.Size(self.shape), self.stride, self.dtype)
@@ -70,8 +72,13 @@ class Slot:
     def place(self, value: torch.Tensor) -> DTensor:
         """``value``, a DTensor placed otherwise or a plain global tensor, as a DTensor placed so (differentiably)."""
         if not isinstance(value, DTensor):
+            value = value.to(self.device)
+            at = self.mesh.get_coordinate()
+            if at is not None and self.cuts and not (value.requires_grad and torch.is_grad_enabled()):
+                mesh = Mesh.of(self.mesh)
+                return self.wrap(cut(value, self.spec, mesh, dict(zip(mesh.axes, at, strict=True))))
             whole = [Replicate()] * len(self.placements)
-            value = DTensor.from_local(value.to(self.device), self.mesh, whole, run_check=False)
+            value = DTensor.from_local(value, self.mesh, whole, run_check=False)
         elif value.device_mesh != self.mesh:
             spec = spec_in(value, self.mesh)
             value = DTensor.from_local(

@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.fx import Graph, GraphModule
 
 from spmd_compiler import collectives as coll
 from spmd_compiler import lower
-from spmd_compiler.placements import Mesh
+from spmd_compiler.placements import Mesh, Spec
+from spmd_compiler.runtime import Slot
 from spmd_compiler.symbolic import chunk, coordinate, piece, table
 
 MESHES = {"line": {"x": 4}, "square": {"x": 2, "y": 2}}
@@ -173,3 +174,22 @@ def test_fetch(gloo4, name, axes, dtype):
 
 def test_inductor(gloo4):
     gloo4(check_inductor)
+
+
+def check_placing():
+    """A global tensor is cut as DTensor cuts it: uneven pieces, and two axes on one dim in either nesting."""
+    mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), torch.arange(35.0).view(7, 5)
+    outer = {"a": Shard(0), "b": Shard(0)}
+    for placements in ([Shard(0), Shard(0)], outer, [Shard(1), Shard(0)], [Replicate(), Shard(1)]):
+        spec = Spec.of(Mesh.of(mesh), placements, 2)
+        slot = Slot("x", spec, mesh, x.shape, x.stride(), x.dtype, x.device)
+        found = slot.place(x)
+        wanted = distribute_tensor(x, mesh, slot.placements, src_data_rank=None)
+        assert found._spec == wanted._spec and torch.equal(found.to_local(), wanted.to_local())
+        x.requires_grad_(True)
+        assert slot.place(x).requires_grad
+        x = x.detach()
+
+
+def test_placing(gloo4):
+    gloo4(check_placing)
