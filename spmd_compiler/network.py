@@ -252,7 +252,7 @@ class Network:
         return math.fsum(n.size * float(n.reduced().min()) for n in self.nodes)
 
     def ascend(self) -> float:
-        """Raise the bound in sweeps until they gain little; scale it to `TOTAL` and give it."""
+        """Raise the bound in sweeps until they gain little; scale it to `TOTAL`, where it is above 0, and give it."""
         bound = -math.inf
         for _ in range(SWEEPS):
             for node in self.nodes:
@@ -264,7 +264,9 @@ class Network:
             before, bound = bound, self.bound
             if bound - before < GAIN * abs(bound):
                 break
-        self._rescale(TOTAL / bound if bound > 0 else 1.0)
+        if bound <= ROUNDING * SCALE:  # it may be that something costs nothing
+            return 0.0
+        self._rescale(TOTAL / bound)
         return self.bound
 
     def _rescale(self, factor: float) -> None:

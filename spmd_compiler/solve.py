@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .linear import TOLERANCE, Minimum, minimum
-from .network import Network
+from .network import SCALE, Network
 from .placements import Spec, SpmdError
 from .problem import Hub, Problem, Solution, Table, Tables
 from .quotient import Colours
@@ -89,15 +89,19 @@ def _minimum(network: Network, price: float = math.inf) -> Minimum | None:
         found = minimum(network)
     else:
         bound = network.ascend()
-        known = (1 + TOLERANCE) * (price * network.scale - bound)
+        known = max(0.0, (1 + TOLERANCE) * (price * network.scale - bound))
         gap = min(NEAR * bound, known)
         while network.within(gap) > FIRST and gap > TOLERANCE * bound:
             gap /= 2
         found = minimum(network)
         while found is None or found.bound > bound + gap:
-            if gap > bound:
+            if gap == math.inf:
                 return None
-            before, gap = gap, 10 * gap if found is None else min((1 + TOLERANCE) * (found.value - bound), known)
+            before = gap
+            if found is not None:
+                gap = min((1 + TOLERANCE) * (found.value - bound), known)
+            else:  # none is in sight: further, in the end among all
+                gap = max(10 * gap, TOLERANCE * SCALE) if gap <= max(bound, SCALE) else math.inf
             while network.within(gap) > MOST and gap > before and found is not None:
                 gap /= 2
             wider = minimum(network, None if found is None else ITERATIONS) if gap > before else None

@@ -206,6 +206,17 @@ def test_a_slice_is_not_put_off_for_ever():
     assert [m.kind for tree in found.trees for m in tree.values()] == ["slice"]
 
 
+@pytest.mark.parametrize("seed", [4, 13, 16])
+def test_a_plan_that_costs_nothing_is_found(seed, monkeypatch):
+    """There the bound of message passing is 0, and whatever is above it by rounding is far above it."""
+    p = random_problem(seed, {"a": 2, "b": 2, "c": 2}, 4)
+    for v in p.variables:
+        v.compute = np.zeros(len(v.compute))
+    for small in (solver.SMALL, 0):
+        monkeypatch.setattr(solver, "SMALL", small)
+        assert solve(p).price == 0.0
+
+
 def beside(p, q):
     """Two problems that have nothing to do with each other, as one."""
     n = len(p.variables)
