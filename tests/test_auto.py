@@ -1,6 +1,7 @@
 """Placements that the solver chooses, and the memory budget they keep."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -185,3 +186,21 @@ def test_a_budget_that_needs_uneven_cuts():
     torch.testing.assert_close(program.simulate(x), model(x))
     with pytest.raises(spmd.SpmdError, match=r"the smallest found holds 1\.\d\d KiB: 4\d\d B of parameters"):
         spmd.export(model, (x,), **given, memory_budget=1000)
+
+
+def test_neither_names_of_axes_nor_what_was_planned_before_decide():
+    def planned(mesh, turned=False):
+        torch.manual_seed(0)
+        first = next(iter(mesh))
+        given = {"x": {first: Shard(0)}, "down.*": "auto", "up.weight": "auto"}
+        return spmd.export(
+            Net(), (torch.randn(8, 16),), mesh=mesh, placements=dict(reversed(given.items())) if turned else given,
+            backward=True, profile="h100", overlap=True, buckets=True, memory_budget="20KiB",
+        )  # fmt: skip
+
+    first = planned({"dp": 2, "tp": 4})
+    planned({"tp": 2, "dp": 4}), planned({"dp": 8})
+    again, named = planned({"dp": 2, "tp": 4}, turned=True), planned({"tp": 2, "dp": 4})
+    assert again.text() == first.text() and again.price == first.price == named.price
+    names = {"dp": "tp", "tp": "dp"}
+    assert re.sub(r"\b(c_)?(dp|tp)\b", lambda m: (m[1] or "") + names[m[2]], named.text()) == first.text()
