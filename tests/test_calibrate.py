@@ -25,13 +25,13 @@ def test_links_are_found_again(tmp_path):
     own = Link(1e-4, 1e9)
     found = Link(*fit(rows), {"all_to_all": own})
     rates = {2: 1e11, 4: 5e10, 8: 2e10}
-    path.write_text(profile_text(rates, {2: 1e10, 4: 2.5e10}, 3e-6, {"x": found, "y": known}))
+    path.write_text(profile_text(rates, {2: 1e10, 4: 2.5e10}, 3e-6, {"x": found, "y": known}, fuses=False))
     profile = profile_of(str(path))
     for kind, size, seconds in prices:
         if kind == "all_to_all":
             seconds = own.alpha + wire_bytes(kind, size, parts) / own.bandwidth
         assert profile.collective(mesh, kind, ("x",), size) == pytest.approx(seconds, rel=1e-2)
-    assert profile.matmul == rates and (profile.memory, profile.launch) == ({2: 1e10, 4: 2.5e10}, 3e-6)
+    assert not profile.fuses and profile.matmul == rates and (profile.memory, profile.launch) == ({2: 1e10, 4: 2.5e10}, 3e-6)
     assert profile.collective(Mesh({"y": 2}), "permute", ("y",), 1e6) == pytest.approx(known.alpha + 1e6 / 2e9)
     assert profile.collective(Mesh({"z": 2}), "permute", ("z",), 1e6) == pytest.approx(known.alpha + 1e6 / 2e9)
 
