@@ -29,6 +29,7 @@ from ..redistribute import gathered
 from ..rules import Choice, Linear, Rule, choices, replicated
 from ..solve import solve
 
+WIDE = 0.05  # of the price: a gap within a budget with which uneven cuts are looked at too
 TURNS = 8  # of a loop of which nobody knows how often it runs
 MANY = 256  # devices from which a view whose pieces are cut unevenly is priced as if all of a piece moved
 _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd::from_local"
@@ -48,17 +49,21 @@ def run(
     builder = _Builder(captured, mesh, profile, memory, known=known)
     say(f"choosing placements: {len(builder.problem.variables)} nodes on {mesh}")
     budget = memory.budget if memory is not None and holds is not None else None
-    try:
-        return _cheapest(builder, budget, holds)
-    except OverBudget as error:
-        # where even cuts leave too much, what the solver places may be cut unevenly too
-        rough = _Builder(captured, mesh, profile, memory, rough=True, known=known)
-        if rough.uneven == builder.uneven:
-            raise
+    found: list[Plan] = []
+    failures: list[OverBudget] = []
+    for rough in (False, True):  # where even cuts leave too much, what the solver places may be cut unevenly too
+        again = _Builder(captured, mesh, profile, memory, rough=True, known=known) if rough else builder
+        if rough and again.uneven == builder.uneven:
+            break
         try:
-            return _cheapest(rough, budget, holds)
-        except OverBudget as other:
-            raise min(error, other, key=lambda e: e.held) from None
+            found.append(_cheapest(again, budget, holds))
+        except OverBudget as error:
+            failures.append(error)
+        if budget is None or (found and found[0].solution.bound >= (1 - WIDE) * found[0].solution.price):
+            break
+    if not found:
+        raise min(failures, key=lambda e: e.held)
+    return min(found, key=lambda p: p.solution.price)
 
 
 def _cheapest(builder: _Builder, budget: float | None, holds: Any) -> Plan:
@@ -267,7 +272,8 @@ class _Builder:
             compute = np.zeros(len(picks))
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
-        variable = Variable(node.name, picks, compute, late=node.meta.get("phase") == "backward")
+        late = node.meta.get("phase") == "backward"
+        variable = Variable(node.name, picks, compute, late=late, lasting=node.op == "placeholder")
         windowed = isinstance(domain, Rule) and bool(domain.windows) and not (domain.aligned and not self.uneven)
         variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)
@@ -280,12 +286,13 @@ class _Builder:
         for i, o in enumerate(used):
             self._want(o, (index, i), node.meta.get("phase", "forward"))
 
-    def count(self, times: Sequence[int], copies: bool = False) -> None:
+    def count(self, times: Sequence[int], copies: bool = False, of_inputs: bool = False) -> None:
         """Let choices count the bytes they hold: inputs for good, others in the mean over ``times`` (node numbers).
 
         A value may be read before and after such a time in a spec that is cut into fewer pieces than it was made in: a
         copy which is held besides.  Whether there is one depends on three choices; with ``copies`` the first reader on
-        either side counts half of what it wants, so that what is counted may be more than what is held.
+        either side counts half of what it wants, so that what is counted may be more than what is held, and with
+        ``of_inputs`` of inputs too, the more so.
         """
         lives = lifetimes(self.graph, self.captured.outputs)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
@@ -310,7 +317,7 @@ class _Builder:
                 elif (node, r) in lives and share(*lives[node, r]):
                     held += nbytes(value) * pieces(variable.choices, r, *lives[node, r])
             variable.memory = held if held.any() else None
-        for index, held in self._copies(times, order).items() if copies else ():
+        for index, held in self._copies(times, order, of_inputs).items() if copies else ():
             variable = self.problem.variables[index]
             variable.memory = held if variable.memory is None else variable.memory + held
         for place, index in self.keeps.items():
@@ -320,12 +327,12 @@ class _Builder:
             kept = [0.0 if s == k else 1.0 / k.shards(self.mesh) for s, k in (c.operands for c in variable.choices)]
             variable.memory = part * nbytes(place.meta["val"]) * np.array(kept)
 
-    def _copies(self, times: Sequence[int], order: Mapping[Node, int]) -> dict[int, np.ndarray]:
+    def _copies(self, times: Sequence[int], order: Mapping[Node, int], of_inputs: bool) -> dict[int, np.ndarray]:
         """Bytes that choices of readers count for copies, by variable."""
         place = {i: order[n] for n, i in self.index.items()}
         found: dict[int, np.ndarray] = {}
-        for (node, r, _), hub in self.hubs.items():
-            if node.op == "placeholder" or hub.tied:
+        for (node, r, phase), hub in self.hubs.items():
+            if phase or (node.op == "placeholder" and not of_inputs):  # parameters' are `keeps`
                 continue
             made = self.problem.variables[hub.source[0]].choices
             most = max(s.shards(self.mesh) for c in made if (s := c.results[r]) is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from .solve import _priced, solve
 
 ROUNDS, MOST_ROUNDS = 3, 6  # of the search within a budget: once a plan fits, and until one does
 ENOUGH = 1e-3  # of the price: a gap within a budget that is not worth another search
+KINDS = (None, True, False)  # of bytes that have a price: all, those held as long as the step, and those that live
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,11 @@ class Around:
     room: float
 
 
-def cheapest_at(problem: Problem, rate: float, around: Around | None = None) -> Solution:
-    """The cheapest solution where a byte that a choice holds costs ``rate`` seconds, among the choices ``around``
-    another; its price is without those seconds, its bound with them."""
+def cheapest_at(
+    problem: Problem, rate: float, around: Around | None = None, lasting: bool | None = None
+) -> Solution:  # fmt: skip
+    """The cheapest solution where a byte that a choice holds (of those ``lasting`` or not) costs ``rate`` seconds,
+    among the choices ``around`` another; its price is without those seconds, its bound with them."""
     variables = []
     kept: list[np.ndarray] = []
     domains: dict[Any, tuple[Choice, ...]] = {}  # equal ones stay one object
@@ -43,7 +47,8 @@ def cheapest_at(problem: Problem, rate: float, around: Around | None = None) -> 
             if len(keep) < len(choices):
                 key = (id(choices), keep.tobytes())
                 choices = domains.setdefault(key, tuple(choices[c] for c in keep))
-            v = dataclasses.replace(v, choices=choices, compute=(v.compute + rate * v.memory)[keep], memory=None)
+            more = rate * v.memory if lasting in (None, v.lasting) else 0.0
+            v = dataclasses.replace(v, choices=choices, compute=(v.compute + more)[keep], memory=None)
         variables.append(v)
         kept.append(keep)
     found = solve(dataclasses.replace(problem, variables=variables))
@@ -52,10 +57,10 @@ def cheapest_at(problem: Problem, rate: float, around: Around | None = None) -> 
     return dataclasses.replace(found, choices=picks, compute=compute, price=found.price - found.compute + compute)
 
 
-def counted(problem: Problem, solution: Solution) -> float:
-    """The bytes that the choices of a solution hold."""
+def counted(problem: Problem, solution: Solution, lasting: bool | None = None) -> float:
+    """The bytes (of a kind) that the choices of a solution hold."""
     pairs = zip(problem.variables, solution.choices, strict=True)
-    return sum(float(v.memory[c]) for v, c in pairs if v.memory is not None)
+    return sum(float(v.memory[c]) for v, c in pairs if v.memory is not None and lasting in (None, v.lasting))
 
 
 def parts(problem: Problem, a: Solution, b: Solution) -> list[list[int]]:
@@ -123,7 +128,7 @@ class Planner(Protocol):
 
     def plan(self, solution: Solution) -> Any: ...
 
-    def count(self, times: Sequence[int], copies: bool) -> None: ...
+    def count(self, times: Sequence[int], copies: bool, of_inputs: bool) -> None: ...
 
 
 def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tuple[Mapping[str, float], int]]) -> Any:
@@ -131,20 +136,22 @@ def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tu
 
     The solver counts what lives where plans peak: where the cheapest of all does and, if what is found then peaks
     elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.  Copies are
-    counted once the bound is known, which they would not leave valid (`Planner.count`).
+    counted once the bound is known, which they would not leave valid (`Planner.count`), those of inputs where nothing
+    fits without.  One price for every byte finds plans on the lower hull alone: bytes that last and bytes that live
+    have a price by themselves too, which is as valid a bound, and from something cheaper the search goes on.
     """
     problem = builder.problem
     peaks: list[int] = []
     around: Around | None = None
 
-    def found(solution: Solution) -> Found[Any]:
+    def found(solution: Solution, kind: bool | None = None) -> Found[Any]:
         plan = free if solution is free.solution else builder.plan(solution)
-        bytes_held, peak = holds(plan)
+        bytes_held, peak = (held, top) if plan is free else holds(plan)
         peaks.append(peak)
-        return Found(plan, bytes_held, counted(problem, solution), solution.price, solution.bound)
+        return Found(plan, bytes_held, counted(problem, solution, kind), solution.price, solution.bound)
 
-    def at(rate: float) -> Found[Any]:
-        return found(cheapest_at(problem, rate, around) if rate or around else free.solution)
+    def at(kind: bool | None, rate: float) -> Found[Any]:
+        return found(cheapest_at(problem, rate, around, kind) if rate or around else free.solution, kind)
 
     def between(small: Any, cheap: Any, room: float) -> list[Callable[[], Found[Any]]]:
         a, b = small.solution, cheap.solution
@@ -152,35 +159,44 @@ def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tu
         return [functools.partial(lambda n: found(blended(problem, a, b, taken[:n])), n + 1)
                 for n in range(len(taken))]  # fmt: skip
 
-    held, peak = holds(free)
+    held, top = holds(free)
     if sum(held.values()) <= budget:
         return free
-    times = [peak]
-    best, bound = None, free.solution.bound
+    best: Any = None
+    bound = free.solution.bound
     failures: list[OverBudget] = []
-    for attempt in range(MOST_ROUNDS):
-        if best is not None and attempt >= ROUNDS:
-            break
-        stage(f"choosing placements within the memory budget, round {attempt + 1}")
-        builder.count(times, copies=attempt > 0)
-        peaks.clear()
-        try:
-            plan, below = cheapest_within(at, between, budget)
-        except OverBudget as error:
-            failures.append(error)
-        else:
-            bound = max(bound, below) if attempt == 0 else bound
-            better = best is None or plan.solution.price < best.solution.price * (1 - ENOUGH)
-            if best is None or plan.solution.price < best.solution.price:
-                best = plan
-            if bound >= best.solution.price * (1 - ENOUGH) or not better:
+
+    def price(plan: Any) -> float:
+        return math.inf if plan is None else plan.solution.price * (1 - ENOUGH)
+
+    for kind in KINDS:
+        mine: Any = None
+        times, around, stuck = [top], None, False
+        for attempt in range(MOST_ROUNDS):
+            if bound >= price(best) or (mine is not None and attempt >= ROUNDS):
                 break
-            around = Around(best.solution, budget - sum(holds(best)[0].values()))
-        elsewhere = [p for p in reversed(peaks) if p not in times][:1]
-        if best is None and attempt > 0 and not elsewhere:
-            break
-        times += elsewhere
+            stage("choosing placements within the memory budget")
+            builder.count(times, copies=attempt > 0, of_inputs=stuck)
+            peaks.clear()
+            before = mine
+            try:
+                plan, below = cheapest_within(functools.partial(at, None if attempt else kind), between, budget)
+            except OverBudget as error:
+                failures.append(error)
+            else:
+                bound = max(bound, below) if attempt == 0 else bound
+                mine, best = (min(found, plan, key=price) for found in (mine, best))
+            if mine is not None:
+                if price(mine) > price(best) or price(mine) >= price(before) * (1 - ENOUGH):
+                    break
+                around = Around(mine.solution, budget - sum(holds(mine)[0].values()))
+            elsewhere = [p for p in reversed(peaks) if p not in times][:1]
+            if mine is None and attempt > 0 and not elsewhere:
+                if stuck:
+                    break
+                stuck = True
+            times += elsewhere
     if best is None:
         raise min(failures, key=lambda e: e.held)
-    price = best.solution.price
-    return dataclasses.replace(best, solution=dataclasses.replace(best.solution, bound=min(bound, price)))
+    solution = best.solution
+    return dataclasses.replace(best, solution=dataclasses.replace(solution, bound=min(bound, solution.price)))

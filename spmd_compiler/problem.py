@@ -38,6 +38,7 @@ class Variable:
     transparent: bool = False
     memory: np.ndarray | None = None  # bytes that each choice holds from the forward to the backward, or for good
     late: bool = False  # of the backward
+    lasting: bool = False  # an input, held as long as the step
 
 
 @dataclass

@@ -23,9 +23,9 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    def __init__(self):
+    def __init__(self, layers=4, width=32):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -108,6 +108,23 @@ def test_gathered_parameters_are_kept_where_memory_allows(mesh):
     for program in (kept, again):
         equal_to_one_device(program, model, x)
         program.verify()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers", "rows", "below"),
+    [({"a": 2, "b": 8}, 1, 1024, 1), ({"a": 4, "b": 2}, 1, 8192, 1), ({"a": 2, "b": 8}, 2, 65536, 0.99)],
+)
+def test_within_what_a_layout_by_hand_holds_nothing_costs_more_than_it(mesh, layers, rows, below):
+    """Copies of inputs count; what lasts and what lives have prices by themselves."""
+    with torch.device("meta"):
+        model, x = Deep(layers, 512), torch.empty(rows, 512)
+    cut = {a: Shard(0) for a in mesh}
+    given = dict(mesh=mesh, backward=True, profile="h100")
+    hand = spmd.export(model, (x,), placements={"x": cut, "*weight": cut}, memory_budget=1e12, **given)
+    budget = 1.01 * sum(hand.memory.values())
+    program = spmd.export(model, (x,), placements={"*": "auto"}, memory_budget=budget, **given)
+    assert sum(program.memory.values()) <= budget
+    assert program.price <= below * hand.price * (1 + 1e-9)
 
 
 def placed(budget):
