@@ -42,7 +42,7 @@ INTEGRAL = 1e-6
 EQUAL = 1e-7  # the reduced cost that is none (HiGHS's tolerance)
 SAME = 1e-9  # of the price: what plans may differ by that cost the same
 TOLERANCE = 1e-6  # of the price: how near to its bound a plan is taken as the cheapest
-BRANCHED = 2_000_000  # columns that branch and bound looks at, of all the programs that it solves
+BRANCHED = 5e8  # rows times iterations of all the programs that branch and bound solves (some seconds)
 
 
 class Program:
@@ -190,13 +190,14 @@ class Program:
         value = math.inf if best is None else best.value
         number = itertools.count()
         heap = [(bound, next(number), np.full(self.size, np.inf), found)]
-        left = BRANCHED // self.size
+        left = BRANCHED
         while heap and heap[0][0] < value * (1 - TOLERANCE) and (left > 0 or best is None):
             bound, _, upper, found = heapq.heappop(heap)
             for columns, pick in self._parted(found, upper, value * (1 - SAME) - bound):
                 narrower = upper.copy()
                 narrower[np.delete(columns, pick)] = 0.0
-                inside, left = self.relaxed(narrower), left - 1
+                inside = self.relaxed(narrower)
+                left -= inside.nit * self.rows
                 if not inside.success or (reached := self.base + inside.fun) >= value * (1 - SAME):
                     continue
                 picks, whole = self.picks(inside.x)
