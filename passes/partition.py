@@ -29,6 +29,7 @@ from ..ir import (
 )  # fmt: skip
 from ..placements import Mesh, Spec
 from ..plans import Plan
+from ..problem import Solution
 from ..redistribute import Move, emit_move
 
 _IDENTITY = ("spmd::constrain", "spmd::to_local", "spmd::from_local")
@@ -83,7 +84,7 @@ class _Partitioner:
         solution = self.plan.solution
         return Partitioned(
             gm, inputs, outputs, self.captured.num_forward_outputs, self.mesh, self.captured,
-            price=self._price(solution.compute), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
+            price=self._price(solution), bound=solution.bound, replicated_ops=self.plan.replicated_ops,
             profile=self.profile,
         )  # fmt: skip
 
@@ -189,12 +190,12 @@ class _Partitioner:
         out.meta = dict(node.meta)
         copy_meta(out, node)
 
-    def _price(self, compute: float) -> float:
+    def _price(self, solution: Solution) -> float:
         """Seconds of the step: computation, and the moves that were emitted (those inside local forms are counted with
-        their choice).  What of them may hide runs beside computation (`hidden`)."""
+        their choice).  What of them may hide runs beside computation alone (`hidden`)."""
         moves = [n for n in self.graph.nodes if "move" in n.meta]
         seconds = self.profile.collectives(self.mesh, moves)
         hiding = [n for n in moves if n.meta["hides"]]
         start = self.profile.collectives(self.mesh, hiding, starts=True)
         hidden = self.profile.collectives(self.mesh, hiding) - start
-        return seconds - hidden + max(compute, hidden)
+        return seconds - hidden + solution.sends + max(solution.compute - solution.sends, hidden)

@@ -22,7 +22,7 @@ from ..hidden import cheapest, may_hide, priced, step_of, weighted
 from ..ir import Captured, Input, is_getitem, nbytes, open_dims, operands, producer, results, source_line
 from ..memory import Memory, OverBudget, lifetimes
 from ..placements import Mesh, Spec, SpmdError
-from ..plans import Bodies, Known, Plan, check_closed, planned_sizes
+from ..plans import Bodies, Known, Plan, Shared, check_closed, planned_sizes
 from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..progress import stage
 from ..redistribute import gathered
@@ -110,17 +110,18 @@ def decide(captured: Captured, decisions: Decisions, mesh: Mesh, profile: Profil
     nodes = {n.name: n for n in captured.graph.graph.nodes}
     if missing := [n for n in decisions.choices if n not in nodes]:
         raise SpmdError(f"at these sizes the program is another one, which has no {missing[0]}")
-    rules, compute = {}, 0.0
+    rules, compute, sends = {}, 0.0, 0.0
     for name, factors in decisions.factors.items():
         node = nodes[name]
         rules[node] = replicated(node) if node.meta.get("region") else builder.given.get(node) or replicated(node)
         if _factors(rules[node]) != factors:
             raise SpmdError(f"{name} ({source_line(node)}): at these sizes {node.target} is cut by other rules")
-        compute += builder._compute(node, rules[node], decisions.choices[name])
+        each = builder._compute(node, rules[node], decisions.choices[name])
+        compute, sends = compute + each[0], sends + each[1]
     return Plan(
         rules, {nodes[n]: c for n, c in decisions.choices.items()},
         {(nodes[n], r, phase): dict(tree) for (n, r, phase), tree in decisions.trees.items()},
-        list(decisions.outputs), Solution([], [], compute, compute, 0.0, 0), decisions.replicated_ops,
+        list(decisions.outputs), Solution([], [], compute, compute, 0.0, 0, sends), decisions.replicated_ops,
         {nodes[n]: spec for n, spec in decisions.kept.items()}, builder.hidden,
         {n: builder.planned(n, decisions.choices[n.name]) for n in rules if bodies.call_of(n)},
     )  # fmt: skip
@@ -263,23 +264,22 @@ class _Builder:
 
     def _add(self, node: Node, domain: Rule | tuple[Choice, ...], used: list[Node]) -> None:
         """Add a node with its domain, and itself as consumer of what it uses."""
-        made = results(node)
         if isinstance(domain, Rule):
             self.rules[node] = domain
-            picks, compute = self._shared_choices(node, domain)
+            picks, compute, sends = self._shared_choices(node, domain)
         else:
             picks = self.domains.setdefault(domain, domain)  # equal ones are one object, as `shared` ones are
-            compute = np.zeros(len(picks))
+            compute, sends = np.zeros(len(picks)), None
         if not picks:
             raise SpmdError(f"{node.name} ({source_line(node)}): no choice fits mesh {self.mesh}")
         late = node.meta.get("phase") == "backward"
-        variable = Variable(node.name, picks, compute, late=late, lasting=node.op == "placeholder")
+        variable = Variable(node.name, picks, compute, late=late, lasting=node.op == "placeholder", sends=sends)
         windowed = isinstance(domain, Rule) and bool(domain.windows) and not (domain.aligned and not self.uneven)
         variable.transparent = not windowed and _transparent(node, picks)
         index = len(self.problem.variables)
         self.problem.variables.append(variable)
         self.index[node] = index
-        for r, value in enumerate(made):
+        for r, value in enumerate(results(node)):
             if value is not None:
                 ops = {p.reduce_op for c in picks for p in c.results[r].placements if p.is_partial()}
                 self.partial[node, r] = frozenset(ops)
@@ -416,8 +416,7 @@ class _Builder:
         return self._add(node, self._reachable(r, used), used)
 
     def _checked(self, node: Node) -> Spec:
-        spec = Spec.parse(node.args[1])
-        if spec.axes != self.mesh.axes:
+        if (spec := Spec.parse(node.args[1])).axes != self.mesh.axes:
             raise SpmdError(f"{node.name} ({source_line(node)}): {spec} is not for {self.mesh}")
         return spec
 
@@ -486,8 +485,8 @@ class _Builder:
 
     # --- prices of choices ---------------------------------------------------------------------------------------
 
-    def _shared_choices(self, node: Node, r: Rule) -> tuple[tuple[Choice, ...], np.ndarray]:
-        """A node's choices and their seconds, enumerated once for equal nodes."""
+    def _shared_choices(self, node: Node, r: Rule) -> Shared:
+        """A node's choices and their seconds (see `_compute`), enumerated once for equal nodes."""
         elements = tuple(0 if v is None else v.element_size() for v in results(node))
         used = tuple(o.meta["val"].element_size() for o in operands(node))
         # what moves depends on strides and pads
@@ -498,15 +497,15 @@ class _Builder:
         key = (r.key(), node.target, elements, used, taken, str(steps), inner)
         if key not in self.shared:
             picks = choices(r, self.mesh, self.uneven, ("sum", "max", "min", "product"))
-            compute = np.array([self._compute(node, r, c) for c in picks])
+            seconds = np.array([self._compute(node, r, c) for c in picks]).reshape(len(picks), 2).T
             if call is not None:
-                kept = np.flatnonzero(np.isfinite(compute))
-                picks, compute = tuple(picks[i] for i in kept), compute[kept]
+                kept = np.flatnonzero(np.isfinite(seconds[0]))
+                picks, seconds = tuple(picks[i] for i in kept), seconds[:, kept]
             if not self.profile.repeats_work and r.flops:
                 work = np.array([self._flops(r, c) for c in picks])
                 kept = np.flatnonzero(work <= work.min() * (1 + 1e-9))
-                picks, compute = tuple(picks[i] for i in kept), compute[kept]
-            self.shared[key] = (picks, compute)
+                picks, seconds = tuple(picks[i] for i in kept), seconds[:, kept]
+            self.shared[key] = (picks, seconds[0], seconds[1] if seconds[1].any() else None)
         return self.shared[key]
 
     def _flops(self, r: Rule, c: Choice) -> float:
@@ -521,24 +520,25 @@ class _Builder:
         sizes = (-(-int(n) // math.prod(self.mesh[a] for a in spec.axes_of(d))) for d, n in enumerate(value.shape))
         return math.prod(sizes) * value.element_size()
 
-    def _compute(self, node: Node, r: Rule, c: Choice) -> float:
+    def _compute(self, node: Node, r: Rule, c: Choice) -> tuple[float, float]:
+        """Seconds of a choice, and what of them are collectives of the node's own form."""
         if node.op != "call_function":
-            return 0.0
+            return 0.0, 0.0
         if (call := bodies.call_of(node)) is not None:
             return self._turns(node, call, c)
         axes = self._sends(r, c)
         if _is_view(node) and math.prod(self.mesh[a] for a in axes) > MANY:
             piece = self._piece(operands(node)[0].meta["val"], c.operands[0])
-            return self.profile.collective(self.mesh, "permute", axes, piece)
+            return (self.profile.collective(self.mesh, "permute", axes, piece),) * 2
         inside = self._inside(node, r, c) if axes else 0.0
         if _is_view(node):
-            return inside
+            return inside, inside
         used, made = operands(node), results(node)
         pieces = [self._piece(o.meta["val"], s) for o, s in zip(used, c.operands, strict=True)]
         pieces += [self._piece(v, s) for v, s in zip(made, c.results, strict=True) if v is not None and s is not None]
         traffic = sum(pieces)
         element = next((v.element_size() for v in made if v is not None), 4)
-        return inside + self.profile.operator(self._flops(r, c), traffic, element)
+        return inside + self.profile.operator(self._flops(r, c), traffic, element), inside
 
     def _sends(self, r: Rule, c: Choice) -> tuple[str, ...]:
         """The axes over which the local form may hold collectives; none, where it holds none."""
@@ -550,16 +550,17 @@ class _Builder:
                 return axes
         return ()
 
-    def _turns(self, node: Node, call: bodies.Call, c: Choice) -> float:
+    def _turns(self, node: Node, call: bodies.Call, c: Choice) -> tuple[float, float]:
         """Seconds of a call's bodies: of every turn of a loop, of the longer branch."""
         try:
-            each = [p.solution.price for _, p in self.planned(node, c)]
+            each = [(s.price, s.price - s.compute + s.sends) for _, p in self.planned(node, c) if (s := p.solution)]
         except SpmdError:
-            return math.inf
+            return math.inf, 0.0
         if not call.trips:
-            return sum(each) * TURNS
+            return sum(p for p, _ in each) * TURNS, sum(s for _, s in each) * TURNS
         apart = math.prod(bodies.border(call, 0, c.operands, c.results, self.mesh).mesh.shape)
-        return max(each) * -(-call.trips * apart // self.mesh.size)
+        turns, (price, sends) = -(-call.trips * apart // self.mesh.size), max(each)
+        return price * turns, sends * turns
 
     def _inside(self, node: Node, r: Rule, c: Choice) -> float:
         """Seconds of the collectives that a local form issues itself."""

@@ -48,7 +48,8 @@ def cheapest_at(
                 key = (id(choices), keep.tobytes())
                 choices = domains.setdefault(key, tuple(choices[c] for c in keep))
             more = rate * v.memory if lasting in (None, v.lasting) else 0.0
-            v = dataclasses.replace(v, choices=choices, compute=(v.compute + more)[keep], memory=None)
+            sends = None if v.sends is None else v.sends[keep]
+            v = dataclasses.replace(v, choices=choices, compute=(v.compute + more)[keep], memory=None, sends=sends)
         variables.append(v)
         kept.append(keep)
     found = solve(dataclasses.replace(problem, variables=variables))

@@ -21,9 +21,9 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from .ir import Input, Output, is_getitem, operands
-from .problem import Hub, Problem, Solution
+from .problem import Hub, Problem, Solution, Variable
 from .redistribute import Move, move_price
-from .solve import solve
+from .solve import sends_of, solve
 
 FIRST = 1e-4  # a share that hardly counts: of plans that hide all, one that sends little
 STEPS = 6
@@ -74,14 +74,19 @@ class Step:
 
 def step_of(problem: Problem, hidden: Collection[int], solution: Solution) -> Step:
     """The step of a solution; ``hidden`` are numbers of hubs."""
-    compute = sum(float(v.compute[c]) for v, c in zip(problem.variables, solution.choices, strict=True))
-    rest = below = 0.0
+    compute = sum(float(_work(v)[c]) for v, c in zip(problem.variables, solution.choices, strict=True))
+    rest, below = sends_of(problem, solution.choices), 0.0
     for i, (hub, tree) in enumerate(zip(problem.hubs, solution.trees, strict=True)):
         for move in tree.values():
             start, wire = parts(move, hub, problem, i in hidden)
             rest += start
             below += wire
     return Step(rest, compute, below)
+
+
+def _work(variable: Variable) -> np.ndarray:
+    """Seconds of computation alone of each choice."""
+    return variable.compute if variable.sends is None else variable.compute - variable.sends
 
 
 def parts(move: Move, hub: Hub, problem: Problem, hidden: bool) -> tuple[float, float]:
@@ -95,7 +100,7 @@ def weighted(problem: Problem, hidden: Collection[int], share: float) -> Problem
     """The problem in which what hides costs ``share`` of itself, and computation the rest of its own."""
     known: dict[int, np.ndarray] = {}  # equal arrays stay one
     variables = [
-        dataclasses.replace(v, compute=known.setdefault(id(v.compute), v.compute * (1 - share)))
+        dataclasses.replace(v, compute=known.setdefault(id(v.compute), v.compute - share * _work(v)))
         for v in problem.variables
     ]
     hubs = [dataclasses.replace(h) for h in problem.hubs]
@@ -134,4 +139,5 @@ def cheapest(problem: Problem, hidden: Collection[int]) -> tuple[Solution, float
 
 
 def priced(solution: Solution, step: Step, bound: float) -> Solution:
-    return dataclasses.replace(solution, compute=step.compute, price=step.seconds, bound=min(bound, step.seconds))
+    compute = step.compute + solution.sends
+    return dataclasses.replace(solution, compute=compute, price=step.seconds, bound=min(bound, step.seconds))

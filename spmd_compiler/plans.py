@@ -46,7 +46,7 @@ class Known:
 
     rules: dict[Node, Rule | None] = field(default_factory=dict)
     calls: dict[Any, Rule | None] = field(default_factory=dict)
-    shared: dict[Any, dict[Any, tuple[tuple[Choice, ...], np.ndarray]]] = field(default_factory=dict)
+    shared: dict[Any, dict[Any, Shared]] = field(default_factory=dict)
     inner: dict[tuple[GraphModule, Border], tuple[Captured, Plan] | SpmdError] = field(default_factory=dict)
 
     def rule(self, node: Node) -> Rule | None:
@@ -69,6 +69,7 @@ class Known:
         return self.calls[key]
 
 
+Shared = tuple[tuple[Choice, ...], np.ndarray, "np.ndarray | None"]  # choices, seconds, what of them are collectives
 Bodies = tuple[tuple[Captured, "Plan"], ...]  # those of a call, each with its border and the plan for it
 
 

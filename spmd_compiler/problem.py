@@ -39,6 +39,7 @@ class Variable:
     memory: np.ndarray | None = None  # bytes that each choice holds from the forward to the backward, or for good
     late: bool = False  # of the backward
     lasting: bool = False  # an input, held as long as the step
+    sends: np.ndarray | None = None  # what of ``compute`` are collectives of the node's own form, under which none hide
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Solution:
     price: float
     bound: float
     columns: int
+    sends: float = 0.0  # what of ``compute`` are collectives
 
 
 # --- states and arcs of a hub ---------------------------------------------------------------------------------

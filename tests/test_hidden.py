@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 import spmd_compiler as spmd
 from spmd_compiler import hidden, passes
 from spmd_compiler.capture import capture_function
+from spmd_compiler.collectives import message_bytes
 from spmd_compiler.cost import PROFILES, Link
 from spmd_compiler.ir import is_getitem
 from spmd_compiler.passes.propagate import _Builder
@@ -65,7 +66,7 @@ def parts(program):
     shows = hides = 0.0
     for c in program.collectives:
         node = next(n for n in nodes if n.name == c.name)
-        seconds = program.local.profile.collective(program.mesh, c.kind, (c.axis,), c.bytes)
+        seconds = program.local.profile.collective(program.mesh, c.kind, (c.axis,), message_bytes(node))
         start = program.local.profile.collective(program.mesh, c.kind, (c.axis,), 0.0)
         may = node in weights or for_gradients(node)
         shows += start if may else seconds
@@ -87,6 +88,27 @@ def test_the_longer_of_computation_and_what_hides_counts(bandwidth):
         assert beside.price == pytest.approx(shows + hides) and hides > compute
     assert beside.price < apart.price and beside.gap < 1e-3
     assert beside.text().splitlines()[0].endswith("+overlap")
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).square().mean()
+
+
+def test_nothing_hides_behind_what_an_operator_itself_sends():
+    """Rows of an image fetched from the neighbours, and a weight gathered, where computation is free."""
+    placements = {"x": {"a": Shard(2)}, "conv.weight": {"a": Shard(0)}}
+    free = dataclasses.replace(slow(1e7), matmul={4: 1e30}, memory={4: 1e30}, launch=0.0, overlap=True)
+    program = spmd.export(
+        Images(), (torch.zeros(2, 4, 16, 16),), mesh={"a": 4}, placements=placements, backward=True, profile=free
+    )
+    shows, hides = parts(program)
+    assert "permute" in {c.kind for c in program.collectives} and hides > 0
+    assert program.price == pytest.approx(shows + hides)
 
 
 @pytest.mark.parametrize("bandwidth", [1e10, 1e8, 3e7])
