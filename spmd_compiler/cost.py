@@ -30,6 +30,13 @@ from .placements import Mesh, SpmdError
 Rates = float | Mapping[int, float]
 
 
+def _check(name: str, value: Any, zero: bool = False) -> None:
+    """Raise `SpmdError` for what is no number above 0 (or, with ``zero``, no finite one of at least 0)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (0 <= value < math.inf if zero else value > 0):
+        raise SpmdError(f"{name} = {value!r}: a number {'of at least 0' if zero else 'above 0'} is wanted")
+
+
 @dataclass(frozen=True)
 class Link:
     """``alpha`` seconds a message step, ``bandwidth`` bytes/s a device; ``kinds``: those of one kind of collective."""
@@ -37,6 +44,10 @@ class Link:
     alpha: float
     bandwidth: float
     kinds: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check("alpha (seconds)", self.alpha, zero=True)
+        _check("bandwidth (bytes/s)", self.bandwidth)
 
     def of(self, kind: str) -> Link:
         return self.kinds.get(kind, self)
@@ -63,6 +74,23 @@ class Profile:
     buckets: bool = False  # small collectives of one axis are joined where that costs less (`passes.bucket`)
     overlap: bool = False  # gathers of weights and reductions of gradients run beside computation (`hidden`)
     fuses: bool = True  # False: every operator starts a kernel of its own, not only products (``lower="eager"``)
+
+    def __post_init__(self) -> None:
+        """Raises `SpmdError` for what is no rate, time or flag."""
+        for name, rates in (("matmul", self.matmul), ("memory", self.memory)):
+            if name == "memory" and not isinstance(rates, Mapping):
+                _check("memory (bytes/s)", rates)
+            elif not isinstance(rates, Mapping) or not rates:
+                raise SpmdError(f"{name} has rates by bytes of an element, such as {{2: 6e14, 4: 3e14}}, not {rates!r}")
+            else:
+                for size, rate in rates.items():
+                    _check(f"{name}[{size}]", rate)
+        _check("launch (seconds)", self.launch, zero=True)
+        if not isinstance(self.node_size, int) or isinstance(self.node_size, bool) or self.node_size < 1:
+            raise SpmdError(f"node_size = {self.node_size!r}: a number of devices, 1 or more")
+        for flag in ("buckets", "fuses", "overlap", "repeats_work"):
+            if not isinstance(getattr(self, flag), bool):
+                raise SpmdError(f"{flag} is true or false, not {getattr(self, flag)!r}")
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -179,9 +207,6 @@ def profile_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(made["order"], str) or not all(isinstance(a, str) for a in made["order"]):
             raise SpmdError(f"order is a list of axes from outermost to innermost, not {made['order']!r}")
         made["order"] = tuple(made["order"])
-    for key in made.keys() & {"buckets", "fuses", "overlap", "repeats_work"}:
-        if not isinstance(made[key], bool):
-            raise SpmdError(f"{key} is true or false, not {made[key]!r}")
     return made
 
 

@@ -151,7 +151,7 @@ class OverBudget(SpmdError):
         kinds = ", ".join(f"{readable(n)} of {kind}" for kind, n in holds.items())
         super().__init__(
             f"no plan was found within the memory budget of {readable(budget)} a device; the smallest found holds "
-            f"{readable(self.held)}: {kinds}"
+            f"{readable(self.held)} ({self.held:.0f} B): {kinds}"
         )
 
 
