@@ -159,7 +159,7 @@ def timed_step(layers: int, mesh: Any, axes: dict[str, int]) -> tuple[float, str
     return time.process_time() - began, None
 
 
-def alone(call: Callable[..., str], *args: Any) -> str:
+def alone(call: Callable[..., T], *args: Any) -> T:
     """The result of ``call`` in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(call, *args).result()

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.compile_time import alone
 
 
 def first_step(layers: int, region: bool, lower: str | None) -> float:
@@ -53,11 +53,8 @@ def main() -> None:
     for layers in o.layers or (2, 8, 32):
         cells = []
         for region in (False, True):
-            found = []
-            for lower in (o.lower, None):
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                    found.append(pool.submit(first_step, layers, region, lower).result())
-            cells.append("{:>8.1f} ({:>5.1f})".format(*found))
+            ours, theirs = (alone(first_step, layers, region, lower) for lower in (o.lower, None))
+            cells.append(f"{ours:>8.1f} ({theirs:>5.1f})")
         print(f"{layers:>8} {cells[0]:>16} {cells[1]:>16}", flush=True)
 
 

@@ -168,13 +168,13 @@ def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tu
     failures: list[OverBudget] = []
 
     def price(plan: Any) -> float:
-        return math.inf if plan is None else plan.solution.price * (1 - ENOUGH)
+        return math.inf if plan is None else plan.solution.price
 
     for kind in KINDS:
         mine: Any = None
         times, around, stuck = [top], None, False
         for attempt in range(MOST_ROUNDS):
-            if bound >= price(best) or (mine is not None and attempt >= ROUNDS):
+            if bound >= price(best) * (1 - ENOUGH) or (mine is not None and attempt >= ROUNDS):
                 break
             stage("choosing placements within the memory budget")
             builder.count(times, copies=attempt > 0, of_inputs=stuck)
@@ -186,7 +186,7 @@ def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tu
                 failures.append(error)
             else:
                 bound = max(bound, below) if attempt == 0 else bound
-                mine, best = (min(found, plan, key=price) for found in (mine, best))
+                mine, best = min(mine, plan, key=price), min(best, plan, key=price)
             if mine is not None:
                 if price(mine) > price(best) or price(mine) >= price(before) * (1 - ENOUGH):
                     break

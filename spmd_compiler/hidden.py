@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from .ir import Input, Output, is_getitem, operands
 from .problem import Hub, Problem, Solution, Variable
 from .redistribute import Move, move_price
-from .solve import sends_of, solve
+from .solve import solve
 
 FIRST = 1e-4  # a share that hardly counts: of plans that hide all, one that sends little
 STEPS = 6
@@ -75,7 +75,7 @@ class Step:
 def step_of(problem: Problem, hidden: Collection[int], solution: Solution) -> Step:
     """The step of a solution; ``hidden`` are numbers of hubs."""
     compute = sum(float(_work(v)[c]) for v, c in zip(problem.variables, solution.choices, strict=True))
-    rest, below = sends_of(problem, solution.choices), 0.0
+    rest, below = solution.sends, 0.0
     for i, (hub, tree) in enumerate(zip(problem.hubs, solution.trees, strict=True)):
         for move in tree.values():
             start, wire = parts(move, hub, problem, i in hidden)

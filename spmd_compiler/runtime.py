@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx import GraphModule, Node
 
 from .aot import packaged
@@ -57,7 +57,8 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.placements = placements_for(self.spec, self.mesh)
-        self.cuts = not any(isinstance(p, Partial) for p in self.spec.placements)
+        self.named, at = Mesh.of(self.mesh), self.mesh.get_coordinate()
+        self.at = None if at is None or self.spec.partial_axes() else dict(zip(self.named.axes, at, strict=True))
         self.dtensor = None
         if all(isinstance(n, int) for n in self.shape):
             self.dtensor = dtensor_spec(self.spec, self.mesh, torch.Size(self.shape), self.stride, self.dtype)
@@ -73,10 +74,8 @@ class Slot:
         """``value``, a DTensor placed otherwise or a plain global tensor, as a DTensor placed so (differentiably)."""
         if not isinstance(value, DTensor):
             value = value.to(self.device)
-            at = self.mesh.get_coordinate()
-            if at is not None and self.cuts and not (value.requires_grad and torch.is_grad_enabled()):
-                mesh = Mesh.of(self.mesh)
-                return self.wrap(cut(value, self.spec, mesh, dict(zip(mesh.axes, at, strict=True))))
+            if self.at is not None and not (value.requires_grad and torch.is_grad_enabled()):
+                return self.wrap(cut(value, self.spec, self.named, self.at))
             whole = [Replicate()] * len(self.placements)
             value = DTensor.from_local(value, self.mesh, whole, run_check=False)
         elif value.device_mesh != self.mesh:

@@ -133,12 +133,8 @@ def _priced(problem: Problem, tables: Tables, picks: list[int], columns: int) ->
         price += sum(
             move_price(m, hub.shape, hub.element, problem.mesh, problem.profile) for m in known[key].values()
         )
-    return Solution(picks, trees, compute, price, 0.0, columns, sends_of(problem, picks))
-
-
-def sends_of(problem: Problem, picks: Sequence[int]) -> float:
-    """Seconds of the collectives that the forms of choices hold."""
-    return sum(float(v.sends[c]) for v, c in zip(problem.variables, picks, strict=True) if v.sends is not None)
+    sends = sum(float(v.sends[c]) for v, c in zip(problem.variables, picks, strict=True) if v.sends is not None)
+    return Solution(picks, trees, compute, price, 0.0, columns, sends)
 
 
 # --- trees ----------------------------------------------------------------------------------------------------
