@@ -33,7 +33,7 @@ from .placements import SpmdError
 from .symbolic import coordinate, symbols_in
 from .text import program_text
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
 
 class _Names:
@@ -100,8 +100,8 @@ class _AnyRank(torch.nn.Module):
                 args, kwargs = map_arg((node.args, node.kwargs), done.__getitem__)
                 args = [self._number(a, place) for a in args]
                 kwargs = {k: self._number(v, place) for k, v in kwargs.items()}
-                target = _written(node) if _symbolic(node) else None
-                done[node] = (target or node.target)(*args, **kwargs)
+                target = (_written(node) if _symbolic(node) else _apart(node)) or node.target
+                done[node] = target(*args, **kwargs)
         raise AssertionError("the graph has no output")
 
     def _number(self, value: Any, place: torch.Tensor) -> Any:
@@ -110,6 +110,20 @@ class _AnyRank(torch.nn.Module):
             return value
         symbols = [coordinate(a) for a in self.axes]
         return sympy.lambdify(symbols, value, [_FUNCTIONS, "math"])(*place.unbind())
+
+
+def _apart(node: Node) -> Callable[..., Any] | None:
+    """A collective or its wait with views of its operand and its result; None: ``node`` is neither.
+
+    A thread of gloo's lets go of what was sent, and takes the interpreter's lock to do it if Python knows the tensor.
+    A package holds that lock while it runs: it could wait for ever.  Python knows what goes in and what comes out,
+    and never the views.
+    """
+    if node.target is c10d.wait_tensor.default:
+        return lambda x: node.target(x).squeeze(-1)
+    if getattr(node.target, "namespace", None) == c10d.name:
+        return lambda x, *more: node.target(x.unsqueeze(-1), *more)
+    return None
 
 
 def _chunk(n: int, parts: int, c: torch.Tensor) -> torch.Tensor:
@@ -213,7 +227,12 @@ def packaged(program: Partitioned, mesh: Any, path: Path) -> Compiled:
         groups = Groups(mesh)
         place = torch.tensor([groups.coordinates[a] for a in groups.axes])
         _register(_used(program), groups)
-    return lambda values: loaded(place, *values)
+
+    def run(values: Sequence[torch.Tensor]) -> Sequence[Any]:
+        with torch._C._AutoDispatchBelowAutograd():  # the collectives' autograd is Python's, see _apart
+            return loaded(place, *values)
+
+    return run
 
 
 def _used(program: Partitioned) -> Mapping[str, tuple[str, ...]]:
@@ -227,7 +246,8 @@ def _used(program: Partitioned) -> Mapping[str, tuple[str, ...]]:
 
 def _register(names: Mapping[str, tuple[str, ...]], groups: Groups) -> None:
     for name, axes in names.items():
-        real = dist.distributed_c10d._resolve_process_group(groups.name(axes))
+        apart = groups.mesh.device_type == "cpu"  # see _apart: no thread of these groups ever waits for the lock
+        real = dist.distributed_c10d._resolve_process_group(groups.name(axes, apart))
         with contextlib.suppress(RuntimeError):
             if _resolve_process_group(name) is not real:
                 raise SpmdError("a package runs on one mesh in a process; this one is loaded on another already")

@@ -43,7 +43,7 @@ Steps = Generator[None, None, Node]
 class Groups:
     """The process groups of a mesh: one for each set of axes, made on first need, in program order on every rank."""
 
-    _made: dict[tuple[DeviceMesh, tuple[str, ...]], str] = {}  # noqa: RUF012
+    _made: dict[tuple[DeviceMesh, tuple[str, ...], bool], str] = {}  # noqa: RUF012
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.axes = mesh, Mesh.of(mesh).axes
@@ -51,12 +51,15 @@ class Groups:
         place = mesh.get_coordinate()
         self.coordinates = dict(zip(self.axes, place or (0,) * len(self.axes), strict=True))
 
-    def name(self, axes: Sequence[str]) -> str:
-        """The name of this rank's group over ``axes``, whose ranks count row-major in mesh order."""
+    def name(self, axes: Sequence[str], apart: bool = False) -> str:
+        """The name of this rank's group over ``axes``, whose ranks count row-major in mesh order.
+
+        ``apart``: one that no graph's collectives run in, nor the caller's.
+        """
         order = tuple(a for a in self.axes if a in axes)
-        if len(order) == 1:
+        if len(order) == 1 and not apart:
             return self.mesh.get_group(self.axes.index(order[0])).group_name
-        key = (self.mesh, order)
+        key = (self.mesh, order, apart)
         if key not in Groups._made:
             index = tuple(slice(None) if a in order else self.coordinates[a] for a in self.axes)
             ranks = self.mesh.mesh[index].flatten().tolist()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import spmd_compiler as spmd
 
@@ -57,6 +57,42 @@ def spmd_symbols(node):
     from spmd_compiler.symbolic import symbols_in
 
     return symbols_in([list(node.args), dict(node.kwargs)])
+
+
+KINDS = {  # two collectives of each kind that take an input as it is and return what they received
+    "all_gather": ({"t": Shard(0)}, {"t": Replicate()}),
+    "all_to_all": ({"t": Shard(0)}, {"t": Shard(1)}),
+    "all_reduce": ({"t": Partial()}, {"t": Replicate()}),
+    "reduce_scatter": ({"t": Partial()}, {"t": Shard(0)}),
+}
+
+
+def kind_of(placed, out):
+    placements = {"x": placed, "y": placed, "out.*": out}
+    example = torch.ones(8, 12), torch.ones(4, 4, 3)
+    return spmd.export(lambda x, y: (x * 1, y * 1), example, mesh={"t": 4}, placements=placements, profile="bytes")
+
+
+def many_calls(folder):
+    """A package holds the interpreter's lock: no thread of gloo's may wait for it (most runs hung within 300)."""
+    mesh, found = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("t",)), {}
+    for name, placed in KINDS.items():
+        run = kind_of(*placed).compile(mesh, aot=f"{folder}/{name}.pt2")
+        given = [torch.arange(96.0).reshape(8, 12), torch.arange(48.0).reshape(4, 4, 3)]
+        if name in ("all_reduce", "reduce_scatter"):
+            given = [DTensor.from_local(x / 4, mesh, [Partial()]) for x in given]
+        for _ in range(300):
+            found[name] = [x.full_tensor() if isinstance(x, DTensor) else x for x in run(*given)]
+    return found
+
+
+def test_many_calls_of_packages_on_real_ranks(gloo4, tmp_path):
+    for name, placed in KINDS.items():
+        assert name in [c.kind for c in kind_of(*placed).collectives], name
+    for found in gloo4(many_calls, str(tmp_path)):
+        for name, (x, y) in found.items():
+            assert torch.equal(x, torch.arange(96.0).reshape(8, 12)), name
+            assert torch.equal(y, torch.arange(48.0).reshape(4, 4, 3)), name
 
 
 @pytest.mark.parametrize(

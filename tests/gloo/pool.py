@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -16,7 +17,8 @@ class Pool:
     """``pool(function, *args)`` runs ``function(*args)`` on every rank and returns the results in rank order.
 
     ``function`` is a top-level function of a test module.  If a rank raises, the call raises with its traceback.
-    A call that takes longer than ``timeout`` seconds ends the processes, and the next call starts new ones.
+    A call that takes longer than ``timeout`` seconds ends the processes, each of which has printed where it stands,
+    and the next call starts new ones.
     """
 
     def __init__(self, world: int, timeout: float = 300.0) -> None:
@@ -29,7 +31,7 @@ class Pool:
         self.tasks = [context.Queue() for _ in range(self.world)]
         self.results = context.Queue()
         for rank in range(self.world):
-            arguments = (rank, self.world, store, self.tasks[rank], self.results, list(sys.path))
+            arguments = (rank, self.world, store, self.tasks[rank], self.results, list(sys.path), self.timeout)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self.processes.append(process)
@@ -52,7 +54,7 @@ class Pool:
                 rank, value, error = self.results.get(timeout=self.timeout if not errors else 20)
             except Exception:
                 self.close()
-                raise TimeoutError(f"{function.__qualname__}{args} did not return; {errors or ''}") from None
+                raise TimeoutError(f"{function.__qualname__} did not return; {errors or ''}") from None
             results[rank] = value
             if error:
                 errors[rank] = error
@@ -64,7 +66,7 @@ class Pool:
         return results
 
 
-def _serve(rank: int, world: int, store: str, tasks: Any, results: Any, path: list[str]) -> None:
+def _serve(rank: int, world: int, store: str, tasks: Any, results: Any, path: list[str], patience: float) -> None:
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
@@ -75,8 +77,10 @@ def _serve(rank: int, world: int, store: str, tasks: Any, results: Any, path: li
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     while True:
         module, name, args = tasks.get()
+        faulthandler.dump_traceback_later(0.9 * patience, file=sys.__stderr__)
         try:
             __import__(module)
             results.put((rank, getattr(sys.modules[module], name)(*args), None))
         except BaseException:
             results.put((rank, None, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
