@@ -56,7 +56,7 @@ def run(
         if rough and again.uneven == builder.uneven:
             break
         try:
-            found.append(_cheapest(again, budget, holds))
+            found.append(_cheapest(again, budget, holds, found[0].solution.price if found else math.inf))
         except OverBudget as error:
             failures.append(error)
         if budget is None or (found and found[0].solution.bound >= (1 - WIDE) * found[0].solution.price):
@@ -66,17 +66,17 @@ def run(
     return min(found, key=lambda p: p.solution.price)
 
 
-def _cheapest(builder: _Builder, budget: float | None, holds: Any) -> Plan:
+def _cheapest(builder: _Builder, budget: float | None, holds: Any, limit: float) -> Plan:
     if not builder.profile.overlap:
         free = builder.plan(solve(builder.problem))
-        return free if budget is None else within(builder, free, budget, holds)
+        return free if budget is None else within(builder, free, budget, holds, limit)
     problem = builder.problem
     hidden = [i for i, ((n, *_), hub) in enumerate(builder.hubs.items()) if n in builder.hidden and not hub.tied]
     solution, share = cheapest(problem, hidden)
     plan = builder.plan(solution)
     if budget is not None and sum(holds(plan)[0].values()) > budget:
         builder.problem = weighted(problem, hidden, share)
-        plan = within(builder, builder.plan(solve(builder.problem)), budget, holds)
+        plan = within(builder, builder.plan(solve(builder.problem)), budget, holds, limit)
         step = step_of(problem, hidden, plan.solution)
         plan = dataclasses.replace(plan, solution=priced(plan.solution, step, plan.solution.bound))
     return plan

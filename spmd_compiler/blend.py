@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from .progress import stage
 from .rules import Choice
 from .solve import _priced, solve
 
-ROUNDS, MOST_ROUNDS = 3, 6  # of the search within a budget: once a plan fits, and until one does
+ROUNDS, MOST_ROUNDS = 3, 8  # of the search within a budget: once a plan fits, and until one does
 ENOUGH = 1e-3  # of the price: a gap within a budget that is not worth another search
 KINDS = (None, True, False)  # of bytes that have a price: all, those held as long as the step, and those that live
 
@@ -132,26 +133,32 @@ class Planner(Protocol):
     def count(self, times: Sequence[int], copies: bool, of_inputs: bool) -> None: ...
 
 
-def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tuple[Mapping[str, float], int]]) -> Any:
-    """The cheapest plan found within a budget; ``free`` is the cheapest of all.  ``holds``: see `passes.propagate.run`.
+def within(
+    builder: Planner, free: Any, budget: float, holds: Callable[[Any], tuple[Mapping[str, float], int]],
+    limit: float = math.inf,
+) -> Any:  # fmt: skip
+    """The cheapest plan found within a budget, for less than ``limit`` seconds; ``free`` is the cheapest of all.
+    ``holds``: see `passes.propagate.run`.
 
-    The solver counts what lives where plans peak: where the cheapest of all does and, if what is found then peaks
-    elsewhere, there too.  Room that is left is filled by a search among the choices which fit into it.  Copies are
-    counted once the bound is known, which they would not leave valid (`Planner.count`), those of inputs where nothing
-    fits without.  One price for every byte finds plans on the lower hull alone: bytes that last and bytes that live
-    have a price by themselves too, which is as valid a bound, and from something cheaper the search goes on.
+    The solver counts what lives where the cheapest of all peaks.  One price for every byte finds plans on the lower
+    hull alone: bytes that last and bytes that live have a price by themselves too, which is as valid a bound.  From the
+    best of that the search goes on: what is found may peak elsewhere, and that counts too; so do copies, which would
+    not leave the bound valid (`Planner.count`), those of inputs where nothing fits without; and room that is left is
+    filled by a search among the choices which fit into it.  Where nothing fits, it goes on from the smallest.
     """
     problem = builder.problem
-    peaks: list[int] = []
     around: Around | None = None
+    smallest: Found[Any] | None = None
 
     def found(solution: Solution, kind: bool | None = None) -> Found[Any]:
+        nonlocal smallest
         plan = free if solution is free.solution else builder.plan(solution)
         bytes_held, peak = (held, top) if plan is free else holds(plan)
-        peaks.append(peak)
-        return Found(plan, bytes_held, counted(problem, solution, kind), solution.price, solution.bound)
+        found = Found(plan, bytes_held, counted(problem, solution, kind), solution.price, solution.bound, peak)
+        smallest = found if smallest is None or found.held < smallest.held else smallest
+        return found
 
-    def at(kind: bool | None, rate: float) -> Found[Any]:
+    def at(rate: float, kind: bool | None = None) -> Found[Any]:
         return found(cheapest_at(problem, rate, around, kind) if rate or around else free.solution, kind)
 
     def between(small: Any, cheap: Any, room: float) -> list[Callable[[], Found[Any]]]:
@@ -163,41 +170,56 @@ def within(builder: Planner, free: Any, budget: float, holds: Callable[[Any], tu
     held, top = holds(free)
     if sum(held.values()) <= budget:
         return free
-    best: Any = None
+    best: Found[Any] | None = None
     bound = free.solution.bound
-    failures: list[OverBudget] = []
+    start: float | None = None
 
-    def price(plan: Any) -> float:
-        return math.inf if plan is None else plan.solution.price
+    def price() -> float:
+        return limit if best is None else min(limit, best.price)
 
+    def keep(*plans: Found[Any] | None) -> None:
+        nonlocal best
+        fit = [f for f in (best, *plans) if f is not None and f.held <= budget]
+        best = min(fit, key=lambda f: f.price, default=None)
+
+    stage("choosing placements within the memory budget")
+    builder.count([top], copies=False, of_inputs=False)
     for kind in KINDS:
-        mine: Any = None
-        times, around, stuck = [top], None, False
-        for attempt in range(MOST_ROUNDS):
-            if bound >= price(best) * (1 - ENOUGH) or (mine is not None and attempt >= ROUNDS):
+        if bound >= price() * (1 - ENOUGH):
+            break
+        try:
+            cheapest, below, rate = cheapest_within(functools.partial(at, kind=kind), between, budget, limit=price())
+        except OverBudget as error:
+            if error.proven:
+                raise
+        else:
+            bound = max(bound, below)
+            keep(cheapest)
+            start = rate if kind is None else start
+    times, left, stuck = [top], ROUNDS, False
+    for attempt in itertools.count(1):
+        if bound >= price() * (1 - ENOUGH) or left == 0 or (best is None and attempt == MOST_ROUNDS):
+            break
+        begin, before = best or smallest, price()
+        assert begin is not None
+        times += [begin.peak] if begin.peak not in times else []
+        if best is None:  # the cheapest that holds no more than the smallest may hold less
+            stuck, closer = attempt > 1, attempt > 2
+            room, around = max(budget, begin.held - closer), Around(begin.plan.solution, 0.0) if closer else None
+        else:
+            left -= 1
+            room, around = budget, Around(begin.plan.solution, budget - begin.held)
+        builder.count(times, copies=True, of_inputs=stuck)
+        try:
+            cheapest, _, start = cheapest_within(at, between, room, start or None, price())
+            keep(cheapest, smallest)
+        except OverBudget:
+            if around is not None and smallest is begin:
                 break
-            stage("choosing placements within the memory budget")
-            builder.count(times, copies=attempt > 0, of_inputs=stuck)
-            peaks.clear()
-            before = mine
-            try:
-                plan, below = cheapest_within(functools.partial(at, None if attempt else kind), between, budget)
-            except OverBudget as error:
-                failures.append(error)
-            else:
-                bound = max(bound, below) if attempt == 0 else bound
-                mine, best = min(mine, plan, key=price), min(best, plan, key=price)
-            if mine is not None:
-                if price(mine) > price(best) or price(mine) >= price(before) * (1 - ENOUGH):
-                    break
-                around = Around(mine.solution, budget - sum(holds(mine)[0].values()))
-            elsewhere = [p for p in reversed(peaks) if p not in times][:1]
-            if mine is None and attempt > 0 and not elsewhere:
-                if stuck:
-                    break
-                stuck = True
-            times += elsewhere
+        if best is not None and price() >= before * (1 - ENOUGH):
+            break
     if best is None:
-        raise min(failures, key=lambda e: e.held)
-    solution = best.solution
-    return dataclasses.replace(best, solution=dataclasses.replace(solution, bound=min(bound, solution.price)))
+        assert smallest is not None
+        raise OverBudget(budget, smallest.holds)
+    solution = best.plan.solution
+    return dataclasses.replace(best.plan, solution=dataclasses.replace(solution, bound=min(bound, solution.price)))

@@ -16,7 +16,9 @@ from .placements import SpmdError
 from .text import readable, size
 
 T = TypeVar("T")
-RATES = (1.0, 10.0, 100.0, 1e3)  # of memory against all else, until it fits
+STEP = 4.0  # between rates of memory, until something fits
+RATES = (*(STEP**n for n in range(6)), 1e5)  # against price and bytes of the cheapest plan
+DEAR = 10.0  # times a plan of fewest bytes: a price above which no plan is looked for
 SECANTS = 6
 
 
@@ -130,13 +132,15 @@ class Memory:
 @dataclass(frozen=True)
 class Found(Generic[T]):
     """A plan that is cheapest when a byte has a price: what it holds by kind, its ``counted`` bytes, those that the
-    rate prices (no more than it holds), its own ``price``, and a ``bound`` of price and priced memory of every plan."""
+    rate prices (no more than it holds), its own ``price``, a ``bound`` of price and priced memory of every plan, and
+    the number of the node at which what it holds is at its ``peak``."""
 
     plan: T
     holds: Mapping[str, float]
     counted: float
     price: float
     bound: float
+    peak: int = 0
 
     @property
     def held(self) -> float:
@@ -144,10 +148,11 @@ class Found(Generic[T]):
 
 
 class OverBudget(SpmdError):
-    """Nothing was found within a budget; ``held`` are the bytes of the smallest plan that was looked at."""
+    """Nothing was found within a budget; ``held`` are the bytes of the smallest plan that was looked at, and it is
+    ``proven`` that nothing else would do (at a price to speak of)."""
 
-    def __init__(self, budget: float, holds: Mapping[str, float]) -> None:
-        self.held = sum(holds.values())
+    def __init__(self, budget: float, holds: Mapping[str, float], proven: bool = False) -> None:
+        self.held, self.proven = sum(holds.values()), proven
         kinds = ", ".join(f"{readable(n)} of {kind}" for kind, n in holds.items())
         super().__init__(
             f"no plan was found within the memory budget of {readable(budget)} a device; the smallest found holds "
@@ -159,14 +164,16 @@ def cheapest_within(
     at: Callable[[float], Found[T]],
     between: Callable[[T, T, float], Sequence[Callable[[], Found[T]]]],
     budget: float,
-) -> tuple[T, float]:
-    """The cheapest plan found within the budget, and a bound of all that fit.
+    start: float | None = None,
+    limit: float = math.inf,
+) -> tuple[Found[T], float, float]:
+    """The cheapest plan found within the budget, a bound of all that fit, and the rate at which something did.
 
     For a rate ``r`` of memory the cheapest of ``price + r counted``, ``at(r)``, lies on a lower hull, and ``its value -
-    r budget`` is at most the price of every plan within the budget (Lagrange).  The edge of the hull that crosses the
-    budget is found by secants, between the last plan within and the last without.  ``between(small, cheap,
-    room)`` gives plans along that edge, ever larger and cheaper, up to what ``room`` bytes more than the small one's
-    seem to allow: the last of them that fits is taken.
+    r budget`` is at most the price of every plan within the budget (Lagrange).  Rates from ``start`` on that grow by
+    `STEP` find where plans begin to fit; the edge of the hull that crosses the budget is found by secants, between the
+    last plan within and the last without.  ``between(small, cheap, room)`` gives plans along that edge, ever larger and
+    cheaper, up to what ``room`` bytes more than the small one's seem to allow: the last of them that fits is taken.
 
     Raises `OverBudget` where nothing fits.
     """
@@ -182,30 +189,35 @@ def cheapest_within(
 
     outside = tried(0.0)
     if outside.held <= budget:
-        return outside.plan, bound
-    for rate in RATES:
-        within = tried(rate * outside.price / max(outside.counted, 1.0))
-        if within.held <= budget:
+        return outside, bound, 0.0
+    unit = outside.price / max(outside.counted, 1.0)
+    rates = [r * unit for r in RATES]
+    for rate in rates if start is None else [start, *(r for r in rates if r > STEP * start)]:
+        within = tried(rate)
+        if within.held <= budget or within.price >= limit:
             break
         outside = within
-    else:
-        assert smallest is not None
-        raise OverBudget(budget, smallest.holds)
     for _ in range(SECANTS):
-        if outside.counted <= within.counted or within.price <= outside.price:
+        if outside is within or outside.counted <= within.counted or within.price <= outside.price:
             break
-        found = tried((within.price - outside.price) / (outside.counted - within.counted))
+        found = tried(middle := (within.price - outside.price) / (outside.counted - within.counted))
         if found.counted in (outside.counted, within.counted):
             break
-        outside, within = (outside, found) if found.held <= budget else (found, within)
+        if found.held <= budget or found.price >= limit:
+            within, rate = found, middle
+        else:
+            outside = found
+    assert smallest is not None
+    if within.held > budget:
+        raise OverBudget(budget, smallest.holds, bound > DEAR * within.price)
     steps = between(within.plan, outside.plan, budget - within.held)
     low, high = 0, len(steps)
     while low < high:  # the first `low` fit
-        middle = (low + high + 1) // 2
-        found = steps[middle - 1]()
+        at_step = (low + high + 1) // 2
+        found = steps[at_step - 1]()
         if found.held <= budget:
-            low = middle
+            low = at_step
             within = min(within, found, key=lambda f: f.price)
         else:
-            high = middle - 1
-    return within.plan, min(bound, within.price)
+            high = at_step - 1
+    return within, min(bound, within.price), rate

@@ -176,7 +176,8 @@ def test_a_budget_is_kept_and_the_bound_holds(seed):
         budget = (least + part * (most - least)) * (1 + 1e-12)
         expected = brute_force(p, budget)
         assert math.isfinite(expected)
-        found, bound = cheapest_within(at, between, budget)
+        within, bound, _ = cheapest_within(at, between, budget)
+        found = within.plan
         assert held(p, found.choices) <= budget
         assert bound <= expected * (1 + 1e-9) <= found.price * (1 + 2e-9)
     with pytest.raises(SpmdError, match="memory budget"):
