@@ -32,10 +32,11 @@ from ..family import (
 )
 from ..ir import Captured, Partitioned, copied
 from ..memory import Memory, peak
-from ..placements import SpmdError
+from ..placements import Mesh, SpmdError
 from ..progress import stage
 from ..text import captured_text, program_text
 from ..timeline import calls, seconds
+from ..words import shown
 from . import annotate, bucket, overlap, pad, partition, propagate, simplify, unmerge
 
 
@@ -48,7 +49,7 @@ class Options:
     ``NAME/1-annotate.txt``, ``NAME/2-unmerge.txt``... of the first program called NAME in a process, then ``NAME.2``.
     """
 
-    profile: str | Profile | None = None
+    profile: str | os.PathLike[str] | Profile | None = None
     verify: bool = False
     lower: str = "inductor"  # or "eager"
     memory: Memory | None = None
@@ -59,10 +60,12 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("verify", "overlap", "buckets"):
             if not isinstance(given := getattr(self, name), bool):
-                raise SpmdError(f"{name} is True or False, not {given!r}")
+                raise SpmdError(f"{name} is True or False, not {shown(given)}")
 
-    def prices(self) -> Profile:
+    def prices(self, mesh: Mesh | None = None) -> Profile:
+        """The profile to plan with.  Raises `SpmdError` for what is none, and for axes in it that ``mesh`` lacks."""
         found = profile_of(self.profile)
+        found = found if mesh is None else found.on(mesh)
         overlap, buckets = self.overlap or found.overlap, self.buckets or found.buckets
         return dataclasses.replace(found, overlap=overlap, buckets=buckets)
 
@@ -82,7 +85,7 @@ def _dump(folder: Any, program: str) -> Dump:
     if folder is None:
         return _unseen
     if not isinstance(folder, (str, os.PathLike)):
-        raise SpmdError(f"dump is the path of a folder, not {folder!r}")
+        raise SpmdError(f"dump is the path of a folder, not {shown(folder)}")
     key = (os.fspath(folder), program)
     _named[key] = count = _named.get(key, 0) + 1
     place = Path(folder) / (program if count == 1 else f"{program}.{count}")
@@ -114,7 +117,7 @@ def run(captured: Captured, options: Options = Options()) -> Partitioned:
 
 
 def _of_sizes(captured: Captured, options: Options, dump: Dump) -> Partitioned:
-    return plan(prepared(captured, dump), options.prices(), options.memory, dump)
+    return plan(prepared(captured, dump), options.prices(captured.mesh), options.memory, dump)
 
 
 def _of_data(captured: Captured, options: Options, dump: Dump) -> Partitioned:
@@ -122,7 +125,7 @@ def _of_data(captured: Captured, options: Options, dump: Dump) -> Partitioned:
     samples = data_samples(captured)
     members = [member(captured, s) for s in samples.sizes()]
     whole = common_global(samples, [prepared(members[0], dump), *map(prepared, members[1:])])
-    return plan(dataclasses.replace(whole, data=captured.data), options.prices(), options.memory, dump)
+    return plan(dataclasses.replace(whole, data=captured.data), options.prices(captured.mesh), options.memory, dump)
 
 
 def prepared(captured: Captured, dump: Dump = _unseen) -> Captured:
@@ -198,7 +201,7 @@ def run_family(captured: Captured, options: Options = Options()) -> tuple[Partit
     """
     dims = captured.dims
     assert dims is not None
-    profile = options.prices()
+    profile = options.prices(captured.mesh)
     dump = _dump(options.dump, captured.name)
     annotated = prepared(member(captured, dims.hints), dump)
     chosen = _plan(annotated, profile, options.memory)

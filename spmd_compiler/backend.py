@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,14 @@ from .lower import compile_alone
 from .memory import Memory
 from .placements import Mesh, SpmdError
 from .runtime import Runner, compile_halves, report_failure
+from .words import meant, shown
+
+_ELSEWHERE = {
+    "placements": "spmd.parallelize(model, mesh, placements) places parameters, spmd.distribute_tensor inputs",
+    "backward": "torch.compile plans the backward of what requires gradients",
+    "dynamic_shapes": "they are those of spmd.export",
+    "name": "it is one of spmd.export",
+}  # options of `export` alone, and what does it here
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class BackendOptions:
     folder for the text after each pass.
     """
 
-    profile: str | Profile | None = None
+    profile: str | os.PathLike[str] | Profile | None = None
     verify: bool = False
     lower: str = "inductor"
     mesh: Any = None
@@ -54,13 +62,15 @@ class BackendOptions:
     def of(given: Mapping[str, Any] | None) -> BackendOptions:
         """Checked options; an unknown name or value is a `SpmdError` with the nearest known one."""
         known = list(BackendOptions.__dataclass_fields__)
+        if not isinstance(given, (Mapping, type(None))):
+            raise SpmdError(f"options of backend 'spmd' are a mapping from names, not {shown(given)}")
         for name in given or {}:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 3, 0.5) or known
-                raise SpmdError(f"unknown option {name!r} of backend 'spmd'; did you mean {' or '.join(near)}?")
+                instead = _ELSEWHERE.get(name) or meant(name, known)
+                raise SpmdError(f"unknown option {shown(name)} of backend 'spmd'; {instead}")
         options = BackendOptions(**dict(given or {}))
         if options.lower not in ("inductor", "eager"):
-            raise SpmdError(f"option lower={options.lower!r}: use 'inductor' or 'eager'")
+            raise SpmdError(f"option lower={shown(options.lower)}: use 'inductor' or 'eager'")
         passes.Options(options.profile, options.verify, overlap=options.overlap, buckets=options.buckets).prices()
         options.contract()
         options.memory()
@@ -83,7 +93,9 @@ def spmd(
     wait for these before their first step, raise an error that says so.
     """
     if mode is not None:
-        raise SpmdError(f"backend 'spmd' has no modes ({mode!r}); set Inductor's options in torch._inductor.config")
+        raise SpmdError(
+            f"backend 'spmd' has no modes ({shown(mode)}); set Inductor's options in torch._inductor.config"
+        )
     chosen = BackendOptions.of(options)
     mesh = mesh_of_graph(gm, device_mesh(chosen.mesh) if chosen.mesh is not None else None)
     if mesh is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,7 @@ from torch.fx import Node
 
 from .collectives import KINDS, axes_of, is_collective, message_bytes, wire_bytes
 from .placements import Mesh, SpmdError
+from .words import meant, shown
 
 Rates = float | Mapping[int, float]
 
@@ -34,7 +36,18 @@ def _check(name: str, value: Any, zero: bool = False) -> None:
     """Raise `SpmdError` for what is no number above 0 (or, with ``zero``, no finite one of at least 0)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not (0 <= value < math.inf if zero else value > 0):
-        raise SpmdError(f"{name} = {value!r}: a number {'of at least 0' if zero else 'above 0'} is wanted")
+        raise SpmdError(f"{name} = {shown(value)}: a number {'of at least 0' if zero else 'above 0'} is wanted")
+
+
+def _mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise SpmdError(f"{name} maps {what}, {shown(value)} does not")
+    return value
+
+
+def _check_link(name: str, value: Any) -> None:
+    if not isinstance(value, Link):
+        raise SpmdError(f"{name} is a Link(alpha, bandwidth), not {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,11 @@ class Link:
     def __post_init__(self) -> None:
         _check("alpha (seconds)", self.alpha, zero=True)
         _check("bandwidth (bytes/s)", self.bandwidth)
+        known = tuple(dict.fromkeys(KINDS.values()))
+        for kind, link in _mapping("kinds", self.kinds, "collectives to links").items():
+            if kind not in known:
+                raise SpmdError(f"kinds: there is no collective {shown(kind)}; {meant(kind, known)}")
+            _check_link(f"kinds[{kind!r}]", link)
 
     def of(self, kind: str) -> Link:
         return self.kinds.get(kind, self)
@@ -81,19 +99,39 @@ class Profile:
             if name == "memory" and not isinstance(rates, Mapping):
                 _check("memory (bytes/s)", rates)
             elif not isinstance(rates, Mapping) or not rates:
-                raise SpmdError(f"{name} has rates by bytes of an element, such as {{2: 6e14, 4: 3e14}}, not {rates!r}")
+                raise SpmdError(f"{name} has rates by bytes of an element: {{2: 6e14, 4: 3e14}}, not {shown(rates)}")
             else:
                 for size, rate in rates.items():
                     _check(f"{name}[{size}]", rate)
         _check("launch (seconds)", self.launch, zero=True)
         if not isinstance(self.node_size, int) or isinstance(self.node_size, bool) or self.node_size < 1:
-            raise SpmdError(f"node_size = {self.node_size!r}: a number of devices, 1 or more")
+            raise SpmdError(f"node_size = {shown(self.node_size)}: a number of devices, 1 or more")
+        for which in ("intra", "inter"):
+            _check_link(which, getattr(self, which))
+        for axis, link in _mapping("axis_links", self.axis_links, "axes to links").items():
+            _check_link(f"axis_links[{axis!r}]", link)
+        order = self.order
+        if not isinstance(order, (tuple, list)) or not all(isinstance(a, str) for a in order):
+            raise SpmdError(f"order is a list of axes from outermost to innermost, not {shown(order)}")
+        if len(set(order)) < len(order):
+            raise SpmdError(f"order names an axis twice: {shown(order)}")
+        if not isinstance(self.name, str):
+            raise SpmdError(f"name is a text, not {shown(self.name)}")
         for flag in ("buckets", "fuses", "overlap", "repeats_work"):
             if not isinstance(getattr(self, flag), bool):
-                raise SpmdError(f"{flag} is true or false, not {getattr(self, flag)!r}")
+                raise SpmdError(f"{flag} is true or false, not {shown(getattr(self, flag))}")
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    def on(self, mesh: Mesh) -> Profile:
+        """Itself.  Raises `SpmdError` where ``order`` or ``axis_links`` names an axis that ``mesh`` lacks."""
+        for field_name, axes in (("order", self.order), ("axis_links", self.axis_links)):
+            for axis in axes:
+                if axis not in mesh.axes:
+                    what = f"{field_name} of profile {self.name!r}"
+                    raise SpmdError(f"{what}: {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+        return self
 
     def in_node(self, mesh: Mesh, axis: str) -> int:
         """How many devices of an axis a node holds."""
@@ -164,7 +202,7 @@ PROFILES = {
 }
 
 
-def read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A TOML file's tables.  Raises `SpmdError` where it can't be read."""
     if sys.version_info >= (3, 11):
         import tomllib
@@ -173,23 +211,26 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
-    except (OSError, ValueError) as error:  # no TOML, or no text at all
+    except OSError as error:
+        raise SpmdError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # no TOML, or no text at all
         raise SpmdError(f"{path}: {error}") from None
 
 
-def read_profile(path: str) -> Profile:
+def read_profile(path: str | os.PathLike[str]) -> Profile:
     """A profile from a TOML file: its fields, links as tables of ``alpha`` and ``bandwidth``, and in a link, by the
     name of a collective, what that has of its own.
 
     What it leaves out is that of the profile named by ``base`` (``h100`` if it names none).
     """
     given = read_toml(path)
-    base = profile_of(given.pop("base", "h100"))
-    known = {f.name for f in fields(Profile)}
-    if unknown := sorted(given.keys() - known):
-        raise SpmdError(f"{path}: a profile has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    known = sorted({"base", *(f.name for f in fields(Profile))})
+    for key in given:
+        if key not in known:
+            raise SpmdError(f"{path}: a profile has no {key}; {meant(key, known)}")
     try:
-        return dataclasses.replace(base, **{"name": path, **profile_fields(given)})
+        base = profile_of(given.pop("base", "h100"))
+        return dataclasses.replace(base, **{"name": os.fspath(path), **profile_fields(given)})
     except SpmdError as error:
         raise SpmdError(f"{path}: {error}") from None
 
@@ -200,13 +241,12 @@ def profile_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     for key in made.keys() & {"intra", "inter"}:
         made[key] = _link(made[key])
     if "axis_links" in made:
-        made["axis_links"] = {axis: _link(table) for axis, table in made["axis_links"].items()}
+        tables = _mapping("axis_links", made["axis_links"], "axes to links")
+        made["axis_links"] = {axis: _link(table) for axis, table in tables.items()}
     for key in made.keys() & {"matmul", "memory"}:
         made[key] = _rates(key, made[key])
     if "order" in made:
-        if isinstance(made["order"], str) or not all(isinstance(a, str) for a in made["order"]):
-            raise SpmdError(f"order is a list of axes from outermost to innermost, not {made['order']!r}")
-        made["order"] = tuple(made["order"])
+        made["order"] = tuple(made["order"]) if isinstance(made["order"], list) else made["order"]
     return made
 
 
@@ -214,8 +254,10 @@ def _link(table: Any) -> Link:
     names = dict.fromkeys(KINDS.values())
     try:
         kinds = {k: _link(v) for k, v in (table.get("kinds") or table).items() if k in names}
-        if unknown := table.keys() - {"alpha", "bandwidth", "kinds", *names}:
-            raise SpmdError(f"a link has no {', '.join(sorted(unknown))}; it has alpha, bandwidth, {', '.join(names)}")
+        known = ("alpha", "bandwidth", *names)
+        for key in table:
+            if key not in (*known, "kinds"):
+                raise SpmdError(f"a link has no {key}; {meant(key, known)}")
         return Link(float(table["alpha"]), float(table["bandwidth"]), kinds)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         if isinstance(error, SpmdError):
@@ -231,10 +273,10 @@ def _rates(name: str, given: Any) -> Rates:
             return float(given)
     except (TypeError, ValueError):
         pass
-    raise SpmdError(f"{name} has rates by bytes of an element, such as {{2 = 6e14, 4 = 3e14}}, not {given!r}")
+    raise SpmdError(f"{name} has rates by bytes of an element, such as {{2 = 6e14, 4 = 3e14}}, not {shown(given)}")
 
 
-def profile_of(profile: str | Profile | None) -> Profile:
+def profile_of(profile: str | os.PathLike[str] | Profile | None) -> Profile:
     """The profile named or given, that of a TOML file, or (None) that of the device at hand."""
     if isinstance(profile, Profile):
         return profile
@@ -243,10 +285,12 @@ def profile_of(profile: str | Profile | None) -> Profile:
 
         name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else "cpu"
         return next((p for key, p in PROFILES.items() if key in name), PROFILES["h100"])
-    if not isinstance(profile, str):
-        raise SpmdError(f"a profile is a name, a TOML file or a Profile, not {profile!r}")
-    if profile.endswith(".toml"):
+    if isinstance(profile, os.PathLike) or (isinstance(profile, str) and profile.endswith(".toml")):
         return read_profile(profile)
+    if not isinstance(profile, str):
+        raise SpmdError(f"a profile is a name, a TOML file or a Profile, not {shown(profile)}")
     if profile not in PROFILES:
-        raise SpmdError(f"unknown profile {profile!r}; there are {', '.join(PROFILES)}, a TOML file, or a Profile")
+        names = f"{', '.join(PROFILES)}, a file whose name ends in .toml, or a Profile"
+        near = f"did you mean {profile.lower()!r}? there" if profile.lower() in PROFILES else "there"
+        raise SpmdError(f"unknown profile {profile!r}; {near} are {names}")
     return PROFILES[profile]

@@ -564,8 +564,12 @@ def test_a_rank_that_waits_says_for_what(monkeypatch):
 
 
 def test_options():
-    with pytest.raises(Exception, match=r"unknown option 'lowr'.*did you mean lower"):
+    with pytest.raises(Exception, match=r"unknown option 'lowr'.*did you mean 'lower'"):
         compiled(lambda x: x + 1, lowr=1)(torch.ones(2))
+    with pytest.raises(Exception, match=r"unknown option 'placements'.*spmd.parallelize\(model, mesh, placements\)"):
+        compiled(lambda x: x + 1, placements={"x": "S(0)"})(torch.ones(2))
+    with pytest.raises(Exception, match=r"are a mapping from names, not 3"):
+        torch.compile(lambda x: x + 1, backend="spmd", options=3)(torch.ones(2))
     with pytest.raises(Exception, match=r"use 'inductor' or 'eager'"):
         compiled(lambda x: x + 1, lower="triton")(torch.ones(2))
     with pytest.raises(Exception, match=r"overlap is True or False, not 'no'"):

@@ -123,7 +123,7 @@ def test_a_file_says_it_all(tmp_path):
     assert profile.inter == PROFILES["h100"].inter and not profile.fuses
     moved = [profile.compute(0.0, 1e6, n) - profile.launch for n in (1, 2, 4, 8)]
     assert moved == pytest.approx([1e-6, 1e-6, 5e-7, 5e-7])
-    program = spmd.export(lambda x: x.abs(), (torch.ones(8),), mesh={"dp": 4}, placements={"x": [Shard(0)]}, profile=str(path))
+    program = spmd.export(lambda x: x.abs(), (torch.ones(8),), mesh={"pp": 1, "dp": 4, "tp": 1}, placements={"x": {"dp": Shard(0)}}, profile=path)
     program.save(tmp_path / "p.spmd")
     assert spmd.load(tmp_path / "p.spmd").local.profile == profile
 
@@ -148,6 +148,12 @@ def test_a_file_says_it_all(tmp_path):
         ("node_size = 2.5", "node_size = 2.5: a number of devices"),
         ("overlap = 'x'", "overlap is true or false, not 'x'"),
         ("nodes = 3", "a profile has no nodes"),
+        ("ordr = ['dp']", "a profile has no ordr; did you mean 'order'"),
+        ("order = 3", "order is a list of axes"),
+        ("order = ['dp', 'dp']", "order names an axis twice"),
+        ("axis_links = 3", "axis_links maps axes to links"),
+        ("base = 'h10'", "unknown profile 'h10'; there are h100"),
+        ("intra = {alpha = 1, bandwidth = 2, all_gathr = 3}", "a link has no all_gathr; did you mean 'all_gather'"),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path, line, message):
@@ -155,6 +161,15 @@ def test_a_file_that_is_wrong(tmp_path, line, message):
     path.write_text(line)
     with pytest.raises(SpmdError, match=f"wrong.toml: {message}"):
         profile_of(str(path))
+
+
+@pytest.mark.parametrize("given", [{"order": ("tq", "dp")}, {"axis_links": {"tq": NEAR}}], ids=str)
+def test_axes_that_the_mesh_lacks(given):
+    profile = dataclasses.replace(PLAIN, **given)
+    with pytest.raises(SpmdError, match=rf"{next(iter(given))} of profile 'plain': .* no axis 'tq'; its axes are dp, tp"):
+        spmd.export(torch.abs, (torch.ones(8),), mesh={"dp": 2, "tp": 2}, profile=profile)
+    with pytest.raises(SpmdError, match=r"intra is a Link\(alpha, bandwidth\), not 3"):
+        dataclasses.replace(PLAIN, intra=3)
 
 
 def test_where_nothing_fuses_every_operator_starts_a_kernel():

@@ -10,7 +10,7 @@ LINES = 600
 
 # A module imports only from levels above it in this table.
 LEVELS = (
-    ("symbolic", "progress"),
+    ("symbolic", "progress", "words"),
     ("placements", "collectives"),
     ("masks", "resampling", "dtensors", "cost", "dims"),
     ("decompositions", "ir"),
