@@ -28,8 +28,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .dtensors import on_mesh, placements_for
-from .placements import Mesh, Spec, SpmdError, parse_placement
+from .placements import Mesh, Spec, SpmdError, no_placement, parse_placement
 from .symbolic import pieces
+from .words import shown
 
 _LIB = torch.library.Library("spmd", "FRAGMENT")
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
@@ -189,6 +190,8 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
     In a program that this compiler makes, ``x`` is placed so (Replicate on axes not named) at this point, for
     its cost in communication.  In eager a DTensor is redistributed and a plain tensor returned as it is.
     """
+    if not isinstance(x, torch.Tensor):
+        raise SpmdError(f"constrain takes a tensor, not {shown(x)}")
     if torch.compiler.is_compiling() or _tracing is not None:
         return torch.ops.spmd.constrain(x, _text(placements, x.dim()))
     if isinstance(x, DTensor):
@@ -197,10 +200,22 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
     return x
 
 
+@torch.compiler.assume_constant_result
+def _spec_text(text: str) -> str:
+    """A spec's text with the order of axes that share a dim written out; Dynamo doesn't look inside."""
+    return str(Spec.parse(text))
+
+
 def _text(placements: Any, ndim: int) -> str:
     """The text of a spec on the axes that ``placements`` names (``_i`` for the i-th axis of a sequence)."""
-    if isinstance(placements, str) or not isinstance(placements, (Mapping, Sequence, Placement)):
-        raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
+    if isinstance(placements, Spec):
+        return str(placements)
+    if isinstance(placements, str) and placements.strip().startswith("{"):
+        return _spec_text(placements)
+    if isinstance(placements, str):
+        placements = parse_placement(placements)
+    if not isinstance(placements, (Mapping, Sequence, Placement)):
+        raise no_placement(placements)
     if isinstance(placements, Mapping):
         items = list(placements.items())
     else:
@@ -211,7 +226,7 @@ def _text(placements: Any, ndim: int) -> str:
     for axis, given in items:
         p = parse_placement(given) if isinstance(given, str) else given
         if not isinstance(p, Placement):
-            raise SpmdError(f"axis {axis!r}: {p!r} is no placement; give Shard(dim) or Replicate()")
+            raise SpmdError(f"axis {axis!r}: {shown(p)} is no placement; give Shard(dim) or Replicate()")
         if isinstance(p, Shard):
             parts.append(f"{axis}: S({p.dim + ndim if p.dim < 0 else p.dim})")
         elif isinstance(p, Partial):

@@ -218,7 +218,10 @@ def packaged(program: Partitioned, mesh: Any, path: Path) -> Compiled:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             package(program, path)
-    loaded = aoti_load_package(str(path))
+    try:
+        loaded = aoti_load_package(str(path))
+    except RuntimeError as error:
+        raise SpmdError(f"{path.name} is no package: {error}") from None
     held = loaded.loader.get_metadata().get("spmd_program")
     if held != digest(program):
         raise SpmdError(f"{path.name} is the package of another program, or of another version of torch; remove it")

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from .joint import Front, OutputIndex, UserLines, assemble, check_dense, is_tang
 from .placements import Mesh, Spec, SpmdError
 from .sizes import OpenSizes, check_results, release_data
 from .symbolic import IntExpr, sized
+from .words import listed, shown
 
 aten = torch.ops.aten
 
@@ -244,7 +245,7 @@ class Binding:
             if key not in source and kind == "state":
                 raise SpmdError(f"weight {key!r} is not given; program.use({{name: tensor, ...}}) gives weights")
             if key not in source:
-                raise SpmdError(f"argument {key!r} is missing; the program takes {', '.join(k for _, k in self.slots)}")
+                raise SpmdError(f"argument {key!r} is missing; the program takes {listed(self.expected)}")
             values.append(source[key])
         return values
 
@@ -260,8 +261,17 @@ def _check_argument(name: str, value: Any, want: Any) -> None:
         if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (want.shape, want.dtype):
             got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise SpmdError(f"input {name!r} is {got}; the program was planned for {want.dtype} {want.shape}")
-    elif isinstance(value, torch.Tensor) or not (value is want or value == want):
-        raise SpmdError(f"input {name!r} is {value!r}; the program was planned for {want!r}, export it again")
+    elif not _same(value, want):
+        raise SpmdError(f"input {name!r} is {shown(value)}; the program was planned for {shown(want)}, export it again")
+
+
+def _same(value: Any, want: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return False
+    try:
+        return value is want or bool(value == want)
+    except (RuntimeError, ValueError):  # of arrays
+        return False
 
 
 @dataclass(frozen=True)
@@ -291,7 +301,11 @@ def named_inputs(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapp
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise SpmdError(f"the arguments do not fit the program's signature {signature}: {error}") from None
+        takes = ", ".join(
+            f"{p.replace(annotation=p.empty, default=p.empty)}{'' if p.default is p.empty else '=...'}"
+            for p in signature.parameters.values()
+        )
+        raise SpmdError(f"the arguments do not fit the program's signature ({takes}): {error}") from None
     bound.apply_defaults()
     found: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
@@ -323,6 +337,8 @@ def untraced(model_or_fn: Any) -> Any:
         return model_or_fn._orig_mod
     if isinstance(model_or_fn, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         raise SpmdError("a TorchScript program can't be traced; give the module or function that it was made from")
+    if isinstance(model_or_fn, type) and issubclass(model_or_fn, torch.nn.Module):
+        raise SpmdError(f"{model_or_fn.__name__} is a class of modules; give one of them: {model_or_fn.__name__}(...)")
     if not callable(model_or_fn):
         raise SpmdError(f"expected a module or a function, got {type(model_or_fn).__name__}")
     return getattr(model_or_fn, "_torchdynamo_orig_callable", model_or_fn)
@@ -507,7 +523,7 @@ def _open_sizes(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[OpenSizes | None, dict[str, tuple[IntExpr, ...]]]:  # fmt: skip
     """The dims that a user leaves open, and the shapes of inputs in them."""
-    if not given:
+    if given is None or (isinstance(given, Sized) and not len(given)):
         return None, {}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -12,13 +12,15 @@ from .collectives import Collective
 from .diff import Diff
 from .placements import Mesh, SpmdError
 from .text import COLLECTIVES, readable, size
+from .words import shown
 
 
 def checked(name: Any) -> str:
     """``name`` of collectives: ``"all_gather"``, ``"all_gather[tp]"``, ``"*[dp]"``.  Raises `SpmdError` for others."""
     match = re.fullmatch(r"(\*|\w+)(?:\[([\w/*]+)\])?", name) if isinstance(name, str) else None
     if match is None or (match[1] != "*" and match[1] not in COLLECTIVES):
-        raise SpmdError(f"{name!r} names no collective; write one of {', '.join(COLLECTIVES)} or *, and perhaps [axis]")
+        kinds = ", ".join(COLLECTIVES)
+        raise SpmdError(f"{shown(name)} names no collective; write one of {kinds} or *, and perhaps [axis]")
     return name
 
 
@@ -55,16 +57,17 @@ class Contract:
         """A checked contract.  ``forbid`` is a name or several, ``expect`` maps names to counts, sizes are bytes or
         texts such as ``"60GiB"``.  Raises `SpmdError` for what is none of that."""
         if not isinstance(forbid, (str, Iterable, type(None))):
-            raise SpmdError(f"forbid names collectives, {forbid!r} names none")
-        names = [forbid] if isinstance(forbid, str) else list(forbid or ())
-        if not isinstance(expect or {}, Mapping):
-            raise SpmdError(f"expect maps names of collectives to how many there must be, not {expect!r}")
-        for name, count in (expect or {}).items():
+            raise SpmdError(f"forbid names collectives, {shown(forbid)} names none")
+        names = [forbid] if isinstance(forbid, str) else list(() if forbid is None else forbid)
+        expect = {} if expect is None else expect
+        if not isinstance(expect, Mapping):
+            raise SpmdError(f"expect maps names of collectives to how many there must be, not {shown(expect)}")
+        for name, count in expect.items():
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise SpmdError(f"expect[{name!r}] is how many there must be, not {count!r}")
+                raise SpmdError(f"expect[{shown(name)}] is how many there must be, not {shown(count)}")
         sizes = (None if given is None else size(given) for given in (max_wire_bytes, max_memory))
         return Contract(
-            tuple(sorted(map(checked, names))), tuple((checked(k), n) for k, n in (expect or {}).items()), *sizes
+            tuple(sorted(map(checked, names))), tuple((checked(k), n) for k, n in expect.items()), *sizes
         )
 
     def __bool__(self) -> bool:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .placements import SpmdError
 from .symbolic import IntExpr, dim, is_data_size, sized
+from .words import listed, shown
 
 LEAST = 2  # sizes 0 and 1 are other programs: 1 is broadcast
 
@@ -70,7 +71,7 @@ class Dims:
             raise SpmdError(f"the program's dynamic dims are {', '.join(names)}; sizes are given of {', '.join(sizes)}")
         for d in self.dims:
             if not isinstance(sizes[d.name], int) or isinstance(sizes[d.name], bool):
-                raise SpmdError(f"{d.name} is a size, not {sizes[d.name]!r}")
+                raise SpmdError(f"{d.name} is a size, not {shown(sizes[d.name])}")
             if not d.low <= sizes[d.name] <= (d.high if d.high is not None else sizes[d.name]):
                 raise SpmdError(f"{d.name} is {sizes[d.name]}; the program was planned for {d}")
         for g in self.guards:
@@ -158,7 +159,7 @@ def dynamic_sizes(given: Any, arguments: Mapping[str, Any], variadic: str | None
             return
         children, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
         if not children or not isinstance(spec, (Mapping, Sequence)):
-            raise SpmdError(f"dynamic_shapes: {name!r} is {type(value).__name__}, which has no dims {spec!r}")
+            raise SpmdError(f"dynamic_shapes: {name!r} is {type(value).__name__}, which has no dims {shown(spec)}")
         inside = {getattr(p[0], "key", getattr(p[0], "idx", getattr(p[0], "name", i))): v
                   for i, (p, v) in enumerate(children)}  # fmt: skip
         for key, s in _entries(name, spec, list(inside)):
@@ -175,7 +176,7 @@ def dynamic_sizes(given: Any, arguments: Mapping[str, Any], variadic: str | None
 
 def _entries(name: str, spec: Any, keys: Sequence[Any]) -> list[tuple[Any, Any]]:
     if not isinstance(spec, (Mapping, Sequence)) or isinstance(spec, str):
-        raise SpmdError(f"dynamic_shapes: {name} takes a mapping or a sequence, not {spec!r}")
+        raise SpmdError(f"dynamic_shapes: {name} takes a mapping or a sequence, not {shown(spec)}")
     if not isinstance(spec, Mapping):
         if len(spec) > len(keys):
             has = ", ".join(map(str, keys))
@@ -183,17 +184,17 @@ def _entries(name: str, spec: Any, keys: Sequence[Any]) -> list[tuple[Any, Any]]
         return list(zip(keys, spec, strict=False))
     for key in spec:
         if key not in keys:
-            raise SpmdError(f"dynamic_shapes: {name} has no {key!r}; it has {', '.join(map(str, keys))}")
+            raise SpmdError(f"dynamic_shapes: {name} has no {shown(key)}; it has {listed(keys)}")
     return list(spec.items())
 
 
 def _of_tensor(name: str, value: torch.Tensor, spec: Any) -> dict[int, Any]:
     if not isinstance(spec, (Mapping, tuple, list)):
-        raise SpmdError(f"dynamic_shapes: {name!r} takes {{dim: torch.export.Dim(...)}}, not {spec!r}")
+        raise SpmdError(f"dynamic_shapes: {name!r} takes {{dim: torch.export.Dim(...)}}, not {shown(spec)}")
     found = {}
     for i, d in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
         if not isinstance(i, int) or not -value.dim() <= i < value.dim():
-            raise SpmdError(f"dynamic_shapes: {name!r} {tuple(value.shape)} has no dim {i!r}")
+            raise SpmdError(f"dynamic_shapes: {name!r} {tuple(value.shape)} has no dim {shown(i)}")
         i %= value.dim()
         if isinstance(d, type(torch.export.Dim.AUTO)):
             fresh = torch.export.Dim(f"{name.replace('.', '_')}_{i}", min=d.min, max=d.max)
@@ -201,7 +202,8 @@ def _of_tensor(name: str, value: torch.Tensor, spec: Any) -> dict[int, Any]:
         if isinstance(d, torch.export.Dim):
             found[i] = d
         elif d is not None and (not isinstance(d, int) or d != value.shape[i]):
-            raise SpmdError(f"dynamic_shapes: dim {i} of {name!r} ({value.shape[i]}) is {d!r}, not a torch.export.Dim")
+            where = f"dim {i} of {name!r} ({value.shape[i]})"
+            raise SpmdError(f"dynamic_shapes: {where} is {shown(d)}, not a torch.export.Dim")
     return found
 
 

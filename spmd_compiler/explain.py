@@ -25,6 +25,7 @@ from .ir import Captured, Draft, Partitioned, body_of, is_getitem, nodes_within,
 from .memory import Memory, held
 from .placements import Mesh, Spec, SpmdError
 from .text import Line, Text, Type, readable, refs, type_of, type_text
+from .words import listed, shown
 
 SHOWN = 3  # alternatives in words
 LARGE = 3000  # nodes of a graph that a broken contract does not plan again
@@ -128,7 +129,7 @@ def explain_text(text: Text, name: str) -> list[str]:
     found = {k.name: k for k in text.collectives}
     line = found.get(name.removeprefix("%"))
     if line is None:
-        raise SpmdError(f"the text has no collective {name!r}; it has {', '.join(found) or 'none'}")
+        raise SpmdError(f"the text has no collective {shown(name)}; it has {listed(found) or 'none'}")
     op = f", {line.reduce}" if line.reduce else ""
     at = f" at {line.source}" if line.source else ""
     sent = readable(line.wire_bytes(text.mesh))
@@ -160,9 +161,9 @@ def _find(local: Partitioned, collective: Any) -> tuple[Node, GraphModule, Graph
 
     name = collective.name if isinstance(collective, Collective) else collective
     found = {place[0].name: place for place in within(local.captured.graph, local.graph)}
-    key = str(name).removeprefix("%")
+    key = name.removeprefix("%") if isinstance(name, str) else None
     if key not in found:
-        raise SpmdError(f"the program has no collective {name!r}; it has {', '.join(found) or 'none'}")
+        raise SpmdError(f"the program has no collective {shown(name)}; it has {listed(found) or 'none'}")
     return found[key]
 
 

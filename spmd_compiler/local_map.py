@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .annotations import constrain_op, from_local_op, gradient_spec, to_local_op, traced_mesh, whole_shape
 from .placements import Mesh, Spec, SpmdError
+from .words import shown
 
 
 def local_map(
@@ -38,6 +39,8 @@ def local_map(
             device_mesh=device_mesh,
             redistribute_inputs=redistribute_inputs,
         )
+    if not callable(func):
+        raise SpmdError(f"local_map runs a function on pieces, not {shown(func)}")
     eager = torch_local_map(
         func, out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs=redistribute_inputs
     )
@@ -92,6 +95,8 @@ def _captured(
         local.append(value)
     outs, out_tree = pytree.tree_flatten(func(*pytree.tree_unflatten(local, tree), **kwargs))
     given = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(outs)
+    if len(given) != len(outs):
+        raise SpmdError(f"local_map: {len(given)} out_placements for {len(outs)} results")
     return pytree.tree_unflatten([_global(v, p, mesh) for v, p in zip(outs, given, strict=True)], out_tree)
 
 

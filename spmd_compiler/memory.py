@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from .ir import Output, Partitioned, body_of, is_getitem, nbytes, producer, results
 from .placements import SpmdError
 from .text import readable, size
+from .words import shown
 
 T = TypeVar("T")
 STEP = 4.0  # between rates of memory, until something fits
@@ -125,7 +126,7 @@ class Memory:
     def of(budget: Any, states: Any = 2.0) -> Memory | None:
         """Of bytes, or a text such as ``"60GiB"``; None for None.  Raises `SpmdError` for what is neither."""
         if not isinstance(states, (int, float)) or isinstance(states, bool) or not 0 <= states < math.inf:
-            raise SpmdError(f"optimizer_states={states!r}: how many times the bytes of what trains, such as 2 (AdamW)")
+            raise SpmdError(f"optimizer_states={shown(states)}: how often what trains is held, such as 2 (AdamW)")
         return None if budget is None else Memory(size(budget), states)
 
 

@@ -21,6 +21,7 @@ from .placements import Mesh, Spec, SpmdError
 from .program import Placements, Program
 from .runtime import whole_group
 from .symbolic import piece
+from .words import listed, shown
 
 
 def parallelize(
@@ -41,12 +42,18 @@ def parallelize(
     if not isinstance(model, torch.nn.Module):
         raise SpmdError(f"expected a module, got {type(model).__name__}")
     if placements is not None and not isinstance(placements, (Mapping, Program)):
-        raise SpmdError(f"placements are a mapping from names to placements or a Program, not {placements!r}")
+        raise SpmdError(f"placements are a mapping from names to placements or a Program, not {shown(placements)}")
     devices = device_mesh(mesh)
     abstract = Mesh.of(devices)
     if isinstance(placements, Program):
         every = {name for name, _ in _named_tensors(model)}
-        placements = {n: s for n, s in placements.placements.items() if n in every}
+        planned = {i.name: i.spec for i in placements.local.inputs if i.kind in ("param", "buffer")}
+        if missing := [n for n in planned if n not in every]:
+            raise SpmdError(
+                f"the program was planned for another module, whose parameters are {listed(planned)}; this one has no "
+                f"{missing[0]!r}: give it the module that was exported"
+            )
+        placements = planned
     chosen = Placements(abstract, placements or {}, model)
     specs: dict[int, Spec] = {}
     for name, tensor in _named_tensors(model):

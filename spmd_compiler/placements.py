@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .symbolic import IntExpr, length, offset
+from .words import shown
 
 REDUCE_OPS = ("sum", "max", "min", "product")
 
@@ -43,15 +45,17 @@ class Mesh:
 
     def __init__(self, sizes: Mapping[str, int] | Sequence[tuple[str, int]]) -> None:
         if not isinstance(sizes, (Mapping, Sequence)):
-            raise SpmdError(f"a mesh is made of {{axis: size}}, not of {sizes!r}")
+            raise SpmdError(f"a mesh is made of {{axis: size}}, not of {shown(sizes)}")
         items = list(sizes.items() if isinstance(sizes, Mapping) else sizes)
+        if not all(isinstance(item, tuple) and len(item) == 2 for item in items):
+            raise SpmdError(f"a mesh is made of {{axis: size}}, or of pairs (axis, size), not of {shown(sizes)}")
         if not items:
             raise SpmdError("a mesh needs at least one axis")
         for name, size in items:
             if not isinstance(name, str) or not name.isidentifier():
-                raise SpmdError(f"mesh axis name {name!r} is not an identifier")
+                raise SpmdError(f"mesh axis name {shown(name)} is not an identifier")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise SpmdError(f"mesh axis {name!r} has size {size!r}; a positive integer is needed")
+                raise SpmdError(f"mesh axis {name!r} has size {shown(size)}; a positive integer is needed")
         if len({n for n, _ in items}) != len(items):
             raise SpmdError(f"mesh axis names repeat: {[n for n, _ in items]}")
         object.__setattr__(self, "axes", tuple(n for n, _ in items))
@@ -64,9 +68,9 @@ class Mesh:
             return mesh
         if isinstance(mesh, Mapping):
             return Mesh(mesh)
-        shape = getattr(mesh, "shape", None)
-        if shape is None:
+        if not hasattr(mesh, "mesh_dim_names"):
             raise SpmdError(f"expected a Mesh, a dict of axis sizes or a DeviceMesh, got {type(mesh).__name__}")
+        shape = mesh.shape
         names = mesh.mesh_dim_names or tuple(f"d{i}" for i in range(len(shape)))
         return Mesh(list(zip(names, map(int, shape), strict=True)))
 
@@ -82,7 +86,7 @@ class Mesh:
         try:
             return self.shape[self.axes.index(axis)]
         except ValueError:
-            raise SpmdError(f"mesh {self} has no axis {axis!r}") from None
+            raise SpmdError(f"{self} has no axis {shown(axis)}; its axes are {', '.join(self.axes)}") from None
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """The coordinates of every rank, in rank order."""
@@ -93,11 +97,32 @@ class Mesh:
         return "mesh(" + ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.shape, strict=True)) + ")"
 
 
+_SPELLINGS = {
+    r"r(?:epl\w*)?(?:\(\))?": "R",
+    r"s(?:hard)?\(?(?:dim=)?(-?\d+)\)?": "S({})",
+    r"p(?:artial)?\(?(sum|max|min|product)\)?": "P({})",
+}
+
+
+def _spelling(text: str) -> str:
+    """What a text that is no placement seems to mean, as the end of an error."""
+    plain = re.sub(r"[\s'\"]", "", text).lower()
+    for pattern, spelled in _SPELLINGS.items():
+        if match := re.fullmatch(pattern, plain):
+            return f"; did you mean {spelled.format(*match.groups())!r}?"
+    return '; did you mean "auto"?' if difflib.get_close_matches(plain, ["auto"], cutoff=0.7) else ""
+
+
 def parse_placement(text: str) -> Placement:
     """The placement that prints as ``S(0)``, ``R`` or ``P(sum)``."""
+    if text == "auto":
+        raise SpmdError(
+            "\"auto\" is no placement on one axis: a value is the solver's on all axes ({name: \"auto\"} in `export`) "
+            "or on none"
+        )
     match = re.fullmatch(r"(R)|S\((-?\d+)\)|P\((\w+)\)", text.strip())
     if match is None:
-        raise SpmdError(f"{text!r} is not 'R', 'S(dim)' or 'P(op)'")
+        raise SpmdError(f"{shown(text)} is not 'R', 'S(dim)' or 'P(op)'{_spelling(text)}")
     replicate, dim, op = match.groups()
     return Replicate() if replicate else Shard(int(dim)) if dim is not None else Partial(op)
 
@@ -108,6 +133,35 @@ def placement_text(p: Placement) -> str:
     if isinstance(p, Partial):
         return f"P({p.reduce_op})"
     return "R"
+
+
+def no_placement(given: Any) -> SpmdError:
+    """The error of what is neither placements nor a text of some."""
+    return SpmdError(f"{shown(given)} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
+
+
+def is_auto(placements: Any, mesh: Mesh) -> bool:
+    """Whether a value's placements are ``"auto"``, or say so of every axis."""
+    if isinstance(placements, Mapping):
+        parts = [placements.get(a) for a in mesh.axes] if len(placements) == len(mesh.axes) else [None]
+    elif isinstance(placements, (list, tuple)):
+        parts = list(placements) if len(placements) == len(mesh.axes) else [None]
+    else:
+        parts = [placements]
+    return all(isinstance(p, str) and p == "auto" for p in parts)
+
+
+def _parsed(text: str, mesh: Mesh) -> Spec | Placement:
+    """A spec on ``mesh``, Replicate on axes that its text leaves out, or one placement."""
+    if text == "auto":
+        raise SpmdError('"auto" is for `export`; parallelize(model, mesh, program) takes what that chose')
+    if not text.strip().startswith("{"):
+        return parse_placement(text)
+    spec = Spec.parse(text)
+    for axis in spec.axes:
+        mesh[axis]
+    known = dict(zip(spec.axes, spec.placements, strict=True))
+    return Spec(mesh.axes, tuple(known.get(a, Replicate()) for a in mesh.axes), spec.nesting)
 
 
 @dataclass(frozen=True)
@@ -128,6 +182,9 @@ class Spec:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if type(self.axes) is not tuple or type(self.placements) is not tuple:
+            got = f"{shown(self.axes)} and {shown(self.placements)}"
+            raise SpmdError(f"a Spec has tuples of axes and placements, not {got}")
         if len(self.axes) != len(self.placements):
             raise SpmdError(f"{len(self.placements)} placements for {len(self.axes)} mesh axes {self.axes}")
         # torch's placements have a slow metaclass: the kinds are told apart by type, and once for each spec
@@ -143,7 +200,7 @@ class Spec:
                 if p.reduce_op not in REDUCE_OPS:
                     raise SpmdError(f"Partial({p.reduce_op}) on axis {axis!r}: use one of {', '.join(REDUCE_OPS)}")
             elif type(p) is not Replicate:
-                raise SpmdError(f"{p!r} on axis {axis!r} is not Shard, Replicate or Partial")
+                raise SpmdError(f"{shown(p)} on axis {axis!r} is not Shard(dim), Replicate() or Partial(op)")
         given = {frozenset(n): tuple(n) for n in self.nesting}
         sharding = {}
         for dim in sorted(shared):
@@ -168,13 +225,17 @@ class Spec:
 
     @staticmethod
     def of(mesh: Mesh, placements: Any, ndim: int) -> Spec:
-        """The spec of ``{axis: placement}`` (axes not named are Replicate), of a sequence in axis order, or a Spec.
+        """The spec of ``{axis: placement}`` (axes not named are Replicate), of a sequence in axis order, of one
+        placement on a mesh of one axis, of a Spec, or of the text of a placement or a spec (which may leave axes out).
 
         Where axes share a dim, a sequence nests as DTensor does (the first axis is outermost), a mapping the other
         way round (the last axis is outermost, so that FSDP over TP can gather ``dp`` alone).  Negative dims are
         normalised.  Raises `SpmdError` for an unknown axis, a dim out of range, or a wrong
         number of placements.
         """
+        mesh = Mesh.of(mesh)
+        if isinstance(placements, str):
+            placements = _parsed(placements, mesh)
         if isinstance(placements, Spec):
             if placements.axes != mesh.axes:
                 raise SpmdError(f"spec {placements} is for axes {placements.axes}, not for {mesh}")
@@ -184,21 +245,24 @@ class Spec:
         reverse = False
         if isinstance(placements, Mapping):
             for axis in placements:
-                if axis not in mesh.axes:
-                    raise SpmdError(f"{mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+                mesh[axis]
             placements = [placements.get(a, Replicate()) for a in mesh.axes]
             reverse = True
         elif isinstance(placements, Placement):
             placements = [placements]
-        elif placements == "auto":
-            raise SpmdError('"auto" is for `export`; parallelize(model, mesh, program) takes what that chose')
-        elif not isinstance(placements, Sequence) or isinstance(placements, str):
-            raise SpmdError(f"{placements!r} is no placement; give {{axis: Shard(0)}}, or a placement for each axis")
+        elif not isinstance(placements, Sequence):
+            raise no_placement(placements)
         placements = [parse_placement(p) if isinstance(p, str) else p for p in placements]
         if len(placements) != len(mesh.axes):
-            raise SpmdError(f"{len(placements)} placements {placements} for the {len(mesh.axes)} axes of {mesh}")
+            named = f"{{{mesh.axes[0]!r}: {shown(placements[0] if placements else Shard(0))}}}"
+            raise SpmdError(
+                f"{len(placements)} placements {shown(placements)} for the {len(mesh.axes)} axes of {mesh}; give one "
+                f"for each axis, or name the axes: {named}"
+            )
         for i, p in enumerate(placements):
             if isinstance(p, Shard):
+                if not isinstance(p.dim, int):
+                    raise SpmdError(f"Shard({shown(p.dim)}) on axis {mesh.axes[i]!r}: a dim is an integer")
                 if not -ndim <= p.dim < ndim:
                     raise SpmdError(
                         f"Shard({p.dim}) on axis {mesh.axes[i]!r}: dim out of range for a tensor of {ndim} dims"
@@ -262,6 +326,8 @@ class Spec:
     @staticmethod
     def parse(text: str) -> Spec:
         """The spec that prints as ``text``."""
+        if not isinstance(text, str):
+            raise SpmdError(f"{shown(text)} is not a text such as '{{dp: S(0), tp: R}}'")
         body = text.strip()
         if not (body.startswith("{") and body.endswith("}")):
             raise SpmdError(f"{text!r} is not a spec such as {{dp: S(0), tp: R}}")
@@ -275,4 +341,6 @@ class Spec:
             placements.append(parse_placement(placement))
             if order:
                 nesting.add(tuple(order.split("/")))
+        if len(set(axes)) < len(axes):
+            raise SpmdError(f"spec {text!r} names an axis twice")
         return Spec(tuple(axes), tuple(placements), tuple(sorted(nesting)))

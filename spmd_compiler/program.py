@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +25,14 @@ from .explain import explain as why
 from .family import Family, check_member
 from .ir import Partitioned, nodes_within
 from .memory import Memory, held
-from .placements import Mesh, Spec, SpmdError
+from .placements import Mesh, Spec, SpmdError, is_auto
 from .progress import stage
 from .runtime import direct
-from .store import Stored, save
+from .store import Stored, path_of, save
 from .store import load as read
 from .text import LEVELS, Text, Type, type_of
 from .verify import simulate_outputs, verify
+from .words import meant, shown
 
 
 class Program:
@@ -56,7 +56,7 @@ class Program:
         ``level`` is ``"full"``, ``"collectives"`` (inputs, outputs and collectives alone) or ``"summary"``.
         """
         if level not in LEVELS:
-            raise SpmdError(f"level {level!r} is none of {', '.join(LEVELS)}")
+            raise SpmdError(f"level {shown(level)} is none of {', '.join(LEVELS)}")
         family = self.family
         if family is None:
             text = Text.of(self.local, self.memory)
@@ -172,7 +172,7 @@ class Program:
         return found
 
     def compile(
-        self, device_mesh: Any = None, lower: str = "inductor", aot: bool | str | Path = False
+        self, device_mesh: Any = None, lower: str = "inductor", aot: bool | str | os.PathLike[str] = False
     ) -> Callable[..., Any]:
         """This rank's callable, without Dynamo and its guards.
 
@@ -184,32 +184,32 @@ class Program:
         cuts are even: one package serves every rank.  It is written where it is missing (see `package`), else loaded.
         """
         if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-            raise SpmdError(f"compile takes a torch DeviceMesh, not {device_mesh!r}; init_device_mesh makes one")
+            raise SpmdError(f"compile takes a torch DeviceMesh, not {shown(device_mesh)}; init_device_mesh makes one")
         if device_mesh is None and self.mesh.size > 1:
             raise SpmdError(f"the program is for {self.mesh}: compile takes the DeviceMesh of its ranks")
         if device_mesh is not None and Mesh.of(device_mesh).shape != self.mesh.shape:
             raise SpmdError(f"the program was planned for {self.mesh}, not for {Mesh.of(device_mesh)}")
         if lower not in ("inductor", "eager"):
-            raise SpmdError(f"lower={lower!r}: use 'inductor' or 'eager'")
-        if not isinstance(aot, (bool, str, Path)):
-            raise SpmdError(f"aot is True, False or the path of a package, not {aot!r}")
+            raise SpmdError(f"lower={shown(lower)}: use 'inductor' or 'eager'")
+        if not isinstance(aot, (bool, str, os.PathLike)):
+            raise SpmdError(f"aot is True, False or the path of a package, not {shown(aot)}")
         if aot and lower == "eager":
             raise SpmdError("aot is a package of Inductor's code, lower='eager' runs the graph as it is; give one")
         if self.family is not None:
             if aot not in (True, False):
                 raise SpmdError("each size of dynamic dims has a package of its own: aot=True")
             return self._compiled_by_size(device_mesh, lower, aot)
-        path = None if aot is False else in_cache(self.local) if aot is True else Path(aot)
+        path = None if aot is False else in_cache(self.local) if aot is True else path_of(aot)
         return direct(self.local, self.binding, device_mesh, lower, self.backward, path)
 
-    def package(self, path: str | Path) -> None:
+    def package(self, path: str | os.PathLike[str]) -> None:
         """Write the AOTInductor package of an inference program, which `compile` takes on every rank as ``aot``.
 
         No process group is needed.  Raises `SpmdError` where cuts are uneven, or messages depend on the place.
         """
         if self.family is not None:
             raise SpmdError("each size of dynamic dims has a package of its own: program.at(...).package(path)")
-        package(self.local, Path(path))
+        package(self.local, path_of(path, writing=True))
 
     def _compiled_by_size(self, device_mesh: Any, lower: str, aot: Any) -> Callable[..., Any]:
         made: dict[int, Callable[..., Any]] = {}
@@ -228,10 +228,11 @@ class Program:
         wanted = {i.name: type_of(n.meta["val"], n.meta.get("global"))
                   for i, n in zip(self.local.inputs, places, strict=True)}  # fmt: skip
         names = [key for kind, key in self.binding.slots if kind == "state"]
+        if not isinstance(weights, Mapping):
+            raise SpmdError(f"weights are a mapping from names to tensors, not {shown(weights)}")
         for name, value in weights.items():
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.4) or names
-                raise SpmdError(f"the program has no weight {name!r}; did you mean {', '.join(map(repr, near))}?")
+                raise SpmdError(f"the program has no weight {shown(name)}; {meant(name, names)}")
             got, kind = type_of(value), wanted[name]
             if not isinstance(got, Type) or (got.dtype, got.shape) != (kind.dtype, kind.shape):
                 raise SpmdError(f"weight {name!r} is {got}; the program was planned for {kind}")
@@ -279,7 +280,7 @@ class Placements:
         self.mesh, self.given = mesh, dict(given)
         for key in self.given:
             if not isinstance(key, str):
-                raise SpmdError(f"placements are keyed by names of parameters, inputs or outputs, not by {key!r}")
+                raise SpmdError(f"placements are keyed by names of parameters, inputs or outputs, not by {shown(key)}")
         self.used: set[str] = set()
         self.names: list[str] = []
         self.tied: dict[str, list[str]] = {}
@@ -307,14 +308,14 @@ class Placements:
             return None if kind == "output" else Spec.replicate(self.mesh)
         self.used.update(fits)
         exact = [k for k in fits if k in names]
-        if any(self.given[k] != self.given[exact[0]] for k in exact):
+        if any(_differ(self.given[k], self.given[exact[0]]) for k in exact[1:]):
             raise SpmdError(f"{' and '.join(map(repr, exact))} are one tensor, and their placements differ")
         key = (exact or fits)[0]
         given = self.given[key]
-        if isinstance(given, str) and given == "auto":
+        if is_auto(given, self.mesh):
             return None
         try:
-            return Spec.of(self.mesh, Spec.parse(given) if isinstance(given, str) else given, ndim)
+            return Spec.of(self.mesh, given, ndim)
         except SpmdError as error:
             raise SpmdError(f"placement of {name!r} {tuple(shape)}: {error}") from None
 
@@ -322,11 +323,14 @@ class Placements:
         """Raise `SpmdError` for a name that nothing has."""
         for key in self.given:
             if key not in self.used:
-                near = difflib.get_close_matches(key, self.names, n=3, cutoff=0.4)
-                hint = (
-                    f"; did you mean {', '.join(map(repr, near))}?" if near else f"; there are {', '.join(self.names)}"
-                )
-                raise SpmdError(f"no {what} is named {key!r}{hint}")
+                raise SpmdError(f"no {what} is named {key!r}; {meant(key, self.names)}")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(one != other)
+    except (RuntimeError, ValueError):  # no placements: tensors
+        return True
 
 
 def export(
@@ -337,7 +341,7 @@ def export(
     mesh: Any,
     placements: Mapping[str, Any] | None = None,
     backward: bool = False,
-    profile: str | Profile | None = None,
+    profile: str | os.PathLike[str] | Profile | None = None,
     verify: bool = False,
     name: str | None = None,
     forbid: Any = None,
@@ -386,18 +390,22 @@ def export(
     mesh = Mesh.of(mesh)
     contract = Contract.of(forbid, expect, max_wire_bytes, max_memory).on(mesh)
     memory = Memory.of(memory_budget, optimizer_states)
-    for what, value, kinds in (("args", args, (tuple, list)), ("kwargs", kwargs or {}, Mapping),
-                               ("placements", placements or {}, Mapping), ("backward", backward, bool)):  # fmt: skip
+    kwargs, placements = {} if kwargs is None else kwargs, {} if placements is None else placements
+    for what, value, kinds, wanted in (
+        ("args", args, (tuple, list), "a tuple of arguments, such as (x,)"),
+        ("backward", backward, bool, "True or False"),
+        ("kwargs", kwargs, Mapping, "a mapping from names"), ("name", name, (str, type(None)), "a text"),
+        ("placements", placements, Mapping, 'a mapping from names, or globs of them, to placements: {"*": "auto"}'),
+    ):  # fmt: skip
         if not isinstance(value, kinds):
-            wanted = {"args": "a tuple of arguments", "backward": "True or False"}.get(what, "a mapping from names")
-            raise SpmdError(f"{what} is {wanted}, not {value!r}")
+            raise SpmdError(f"{what} is {wanted}, not {shown(value)}")
     if dynamic_shapes is None:
-        dynamic_shapes = own_dynamic_shapes(model_or_fn, args, kwargs or {})
+        dynamic_shapes = own_dynamic_shapes(model_or_fn, args, kwargs)
     model_or_fn = untraced(model_or_fn)
-    chosen = Placements(mesh, placements or {}, model_or_fn)
+    chosen = Placements(mesh, placements, model_or_fn)
     stage("tracing the program")
     captured, binding = capture_function(
-        model_or_fn, tuple(args), dict(kwargs or {}), mesh=mesh, specs=chosen, backward=backward, name=name,
+        model_or_fn, tuple(args), dict(kwargs), mesh=mesh, specs=chosen, backward=backward, name=name,
         dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
     chosen.check()

@@ -31,6 +31,7 @@ from torch.fx import Node
 
 from .ir import operands, results
 from .placements import REDUCE_OPS, Mesh, Spec, SpmdError
+from .words import shown
 
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: for each dim its factors, major first
 
@@ -185,6 +186,12 @@ def register_rule(
     operator has tensors, and for factors and operands that the text does not have.
     """
     ops = tuple(_operator(one) for one in (op if isinstance(op, tuple) else (op,)))
+    if not ops:
+        raise SpmdError("register_rule is given no operator")
+    for what, value, kinds in (("reduce", reduce, Mapping), ("whole", whole, (str, Sequence)), ("flops", flops, str),
+                               ("even", even, (str, Sequence)), ("linear", linear, (list, tuple))):  # fmt: skip
+        if value is not None and not isinstance(value, kinds):
+            raise SpmdError(f"rule {shown(text)}: {what} can't be {shown(value)}")
     try:
         template = parse_rule(text)
     except ValueError as error:
@@ -198,13 +205,14 @@ def register_rule(
             raise SpmdError(f"rule {text!r} has no factor {unknown[0]!r} for {what}; it has {', '.join(sorted(known))}")
     for f, by in (reduce or {}).items():
         if by not in (*REDUCE_OPS, "none"):
-            raise SpmdError(f"rule {text!r}: {f} is reduced by one of {', '.join(REDUCE_OPS)} or none, not by {by!r}")
+            ways = ", ".join(REDUCE_OPS)
+            raise SpmdError(f"rule {text!r}: {f} is reduced by one of {ways} or none, not by {shown(by)}")
     for group in linear:
-        if isinstance(group, int) or not all(isinstance(i, int) and 0 <= i < len(template.operands) for i in group):
-            count = len(template.operands)
-            raise SpmdError(f"rule {text!r}: linear has groups of operands 0..{count - 1}, such as (0,), not {group!r}")
+        most = len(template.operands) - 1
+        if not isinstance(group, (list, tuple)) or not all(isinstance(i, int) and 0 <= i <= most for i in group):
+            raise SpmdError(f"rule {text!r}: linear has groups of operands 0..{most}, such as (0,), not {shown(group)}")
     if form is not None and not callable(form):
-        raise SpmdError(f"rule {text!r}: form is a function that writes local nodes, not {form!r}")
+        raise SpmdError(f"rule {text!r}: form is a function that writes local nodes, not {shown(form)}")
     rule(ops, text, reduce=reduce, whole=whole, linear=linear, form=form, flops=flops, even=even)
 
 
@@ -216,7 +224,8 @@ def _operator(op: Any) -> Any:
     op = getattr(op, "_opoverload", op)  # of torch.library.custom_op
     named = isinstance(op, str) and re.fullmatch(r"\w+::\w+(\.\w+)?", op)
     if not named and not isinstance(op, (torch._ops.OpOverload, _PACKET)):
-        raise SpmdError(f"{op!r} is no operator: give torch.ops.mylib.myop, a torch.library.custom_op or 'mylib::myop'")
+        remedy = "give torch.ops.mylib.myop, a torch.library.custom_op or 'mylib::myop'"
+        raise SpmdError(f"{shown(op)} is no operator: {remedy}")
     return op
 
 
@@ -413,7 +422,7 @@ class Template:
 def parse_rule(text: str) -> Template:
     """Parse ``"m k, k n -> m n"``; errors point at the character."""
     if not isinstance(text, str):
-        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {text!r}")
+        raise SpmdError(f"a rule is a text such as 'm k, k n -> m n', not {shown(text)}")
     if text.count("->") != 1:
         raise ValueError(f"rule {text!r}: one '->' is needed")
     left, right = text.split("->")

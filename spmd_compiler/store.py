@@ -46,6 +46,7 @@ from .placements import Mesh, Spec, SpmdError
 from .redistribute import Move
 from .rules import Choice
 from .symbolic import parse as parse_expression
+from .words import shown
 
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError, TypeError, AttributeError, IndexError,
@@ -90,7 +91,7 @@ def encode(value: Any) -> Any:
             return {name: str(value).removeprefix("torch.")}
     if isinstance(value, torch._ops.OpOverload) or _higher_order(value):
         return {"operator": target_name(value)}
-    raise SpmdError(f"{value!r} ({type(value).__name__}) is no plain data and can't be saved")
+    raise SpmdError(f"{shown(value)} ({type(value).__name__}) is no plain data and can't be saved")
 
 
 def decode(value: Any, nodes: Mapping[str, Node]) -> Any:
@@ -133,7 +134,7 @@ def target_name(target: Any) -> str:
         return f"higher_order::{target.__name__}"
     if getattr(operator, getattr(target, "__name__", ""), None) is target:
         return f"operator::{target.__name__}"
-    raise SpmdError(f"{target!r} is no registered operator and can't be saved; register it with torch.library")
+    raise SpmdError(f"{shown(target)} is no registered operator and can't be saved; register it with torch.library")
 
 
 def target_of(name: str) -> Any:
@@ -290,7 +291,7 @@ def encode_binding(binding: Binding, writer: Writer) -> dict[str, Any]:
             return {"constant": encode(want)}
         except SpmdError:
             raise SpmdError(
-                f"argument {name!r} is {want!r}, which is no plain data and can't be saved; close over it in a "
+                f"argument {name!r} is {shown(want)}, which is no plain data and can't be saved; close over it in a "
                 "function of the other arguments and export that"
             ) from None
 
@@ -395,19 +396,20 @@ class Stored:
     family: Family | None = None
 
 
-def _path(given: Any) -> Path:
-    """Of a file.  Raises `SpmdError` for what is none."""
+def path_of(given: Any, writing: bool = False) -> Path:
+    """Of a file.  Raises `SpmdError` for what is none, and when ``writing`` where there is no folder for it."""
     if not isinstance(given, (str, os.PathLike)):
-        raise SpmdError(f"a program is saved in a file: give its path, not {given!r}")
+        raise SpmdError(f"a program is saved in a file: give its path, not {shown(given)}")
     if (found := Path(given)).is_dir():
         raise SpmdError(f"{found} is a folder; give the path of a file")
+    if writing and not found.absolute().parent.is_dir():
+        raise SpmdError(f"there is no folder {found.parent} to save {found.name} in")
     return found
 
 
 def save(stored: Stored, text: str, path: Any, weights: bool) -> None:
     """Write a file.  Raises `SpmdError` for what can't be saved, and for a path that leads nowhere."""
-    if not (at := _path(path)).absolute().parent.is_dir():
-        raise SpmdError(f"there is no folder {at.parent} to save {at.name} in")
+    at = path_of(path, writing=True)
     local, captured, writer = stored.local, stored.local.captured, Writer()
     profile = dataclasses.asdict(local.profile) if local.profile is not None else None
     program = {
@@ -465,7 +467,7 @@ def _weights(binding: Binding) -> dict[str, torch.Tensor]:
 
 def load(path: Any) -> Stored:
     """Read a file.  Raises `SpmdError` where it is none, newer than this version, or damaged."""
-    shown = (path := _path(path)).name
+    shown = (path := path_of(path)).name
     try:
         with zipfile.ZipFile(path) as file:
             manifest = json.loads(file.read("manifest.json"))

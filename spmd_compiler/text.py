@@ -46,6 +46,7 @@ from .dims import Dims
 from .ir import Captured, Partitioned, body_of, is_tensor, source_line
 from .placements import Mesh, Spec, SpmdError
 from .symbolic import IntExpr, sized
+from .words import shown
 
 DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -74,7 +75,7 @@ def size(given: Any) -> float:
     number = r"(\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
     match = re.fullmatch(rf"({number}) *(?:([KMGT]?)(i?)B)?", str(given).strip(), re.IGNORECASE)
     if match is None or isinstance(given, bool):
-        raise SpmdError(f"{given!r} is no number of bytes, such as 6e10 or '60GiB'")
+        raise SpmdError(f"{shown(given)} is no number of bytes, such as 6e10 or '60GiB'")
     number, _, power, binary = match.groups()
     return float(number) * (1024 if binary else 1000) ** powers[(power or "").upper()]
 
@@ -181,7 +182,7 @@ def element_size(dtype: str) -> int:
     """Bytes of one element of a dtype by its text."""
     found = {name: d for d, name in DTYPES.items()}.get(dtype) or getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise SpmdError(f"there is no dtype {dtype!r}")
+        raise SpmdError(f"there is no dtype {shown(dtype)}")
     return found.itemsize
 
 

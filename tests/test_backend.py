@@ -127,6 +127,7 @@ def check_function(name, lower):
 def check_constraint():
     x = distribute_tensor(torch.randn(4, 4), mesh_of(dp=2, tp=2), [S0, R])
     y = compiled(lambda x: constrain(x * 2, {"dp": S1, "tp": S0}))(x)
+    assert compiled(lambda x: constrain(x * 2, "{dp: S(1), tp: S(0)}"))(x).placements == y.placements
     assert y.placements == (S1, S0)
     assert constrain(x, {"tp": S1}).placements == (R, S1)
 

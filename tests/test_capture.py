@@ -162,7 +162,7 @@ def test_constrain():
         capture(lambda x: constrain(x, {"pp": Shard(0)}), x)
     with pytest.raises(SpmdError, match=r"Shard\(2\).*dim out of range"):
         capture(lambda x: constrain(x, {"dp": Shard(2)}), x)
-    for wrong in ({"dp": 1}, {"dp": None}, [None, "R"], "R", ()):
+    for wrong in ({"dp": 1}, {"dp": None}, [None, "R"], "auto", ()):
         with pytest.raises(SpmdError, match=r"no placement"):
             capture(lambda x, wrong=wrong: constrain(x, wrong), x)
 

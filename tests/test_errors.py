@@ -81,7 +81,11 @@ class Batch:
         ({"kwargs": [1]}, "kwargs is a mapping"),
         ({"placements": [Shard(0)]}, "placements is a mapping"),
         ({"placements": {0: Shard(0)}}, "not by 0"),
+        ({"placements": "auto"}, r'\{"\*": "auto"\}, not \'auto\''),
+        ({"model_or_fn": Net}, r"Net is a class of modules; give one of them: Net\(\.\.\.\)"),
+        ({"name": 3}, "name is a text, not 3"),
         ({"profile": 3}, "not 3"),
+        ({"profile": "H100"}, "did you mean 'h100'"),
         ({"backward": "yes"}, "True or False"),
         ({"mesh": 3}, "int"),
         ({"memory_budget": "much"}, "'much' is no number of bytes"),
@@ -98,7 +102,84 @@ def test_arguments_of_export(arguments, words):
         spmd.export(**{"model_or_fn": Net(), "args": (torch.ones(4, 8),), "mesh": MESH, **arguments})
 
 
+BIG = torch.randn(50, 50)
+
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList([torch.ones(2) for _ in range(200)])
+
+    def forward(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({name: BIG} for name in (
+            "args", "kwargs", "placements", "backward", "verify", "overlap", "buckets", "mesh", "profile", "name", "forbid",
+            "expect", "max_wire_bytes", "max_memory", "memory_budget", "optimizer_states", "dynamic_shapes", "dump",
+        )),
+        {"placements": {"x": BIG}}, {"placements": {"x": {"dp": BIG}}}, {"placements": {BIG: "auto"}}, {"mesh": {"dp": BIG}},
+        {"backward": [BIG, {"b": Batch(BIG)}]}, {"backward": Batch(BIG)}, {"backward": BIG.numpy()},
+        {"model_or_fn": lambda x, y=BIG: x, "args": (1, 2, 3)}, {"placements": {"x.y": "R"}, "model_or_fn": Many()},
+    ], ids=lambda given: ", ".join(given),
+)  # fmt: skip
+def test_errors_are_short_and_hold_no_values(arguments):
+    with pytest.raises(spmd.SpmdError) as error:
+        spmd.export(**{"model_or_fn": Net(), "args": (torch.ones(4, 8),), "mesh": MESH, **arguments})
+    assert len(str(error.value)) < 260 and "tensor(" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("given", [Shard(0), "S(0)", ["S(0)"], {"tp": "S(0)"}, "{tp: S(0)}", {"tp": Shard(-2)}], ids=str)
+def test_a_placement_and_its_text_are_taken_alike(given):
+    one, two = spmd.Mesh({"tp": 2}), spmd.Mesh({"dp": 2, "tp": 2})
+    assert spmd.Spec.of(one, given, 2) == spmd.Spec(("tp",), (Shard(0),))
+    program = export({}, fn=lambda x: spmd.constrain(x, given), mesh=one)
+    assert program.placements["out"]["tp"] == Shard(0)
+    if isinstance(given, dict) or given == "{tp: S(0)}":
+        assert spmd.Spec.of(two, given, 2) == spmd.Spec(("dp", "tp"), (Replicate(), Shard(0)))
+    else:
+        for refused in (lambda: spmd.Spec.of(two, given, 2), lambda: export({}, fn=lambda x: spmd.constrain(x, given))):
+            with pytest.raises(spmd.SpmdError, match=r"1 placements .* for the 2 axes .* name the axes: {'dp': Shard"):
+                refused()
+
+
+def test_auto_is_for_all_axes():
+    texts = [export({"up.*": given}, torch.randn(4, 8, requires_grad=True)).text() for given in (
+        "auto", {"dp": "auto", "tp": "auto"}, ["auto", "auto"])]  # fmt: skip
+    assert len(set(texts)) == 1
+    for given in ({"dp": "auto"}, ["auto", Replicate()]):
+        with pytest.raises(spmd.SpmdError, match=r"'up.weight'.*\"auto\" is no placement on one axis"):
+            export({"up.*": given})
+    for given, meant in [
+        ("atuo", '"auto"'), ({"dp": "Auto"}, '"auto"'), ("shard(0)", r"'S\(0\)'"), ({"dp": "S1"}, r"'S\(1\)'"),
+        ({"dp": "replicate"}, "'R'"), ({"dp": "Partial(sum)"}, r"'P\(sum\)'"),
+    ]:  # fmt: skip
+        with pytest.raises(spmd.SpmdError, match=f"'up.weight'.* is not 'R', .* did you mean {meant}"):
+            export({"up.*": given})
+
+
 def test_arguments_of_the_rest():
+    program = export({})
+    for call, words in [
+        (lambda: spmd.Mesh([2]), "a mesh is made of"),
+        (lambda: spmd.Spec("dp", (Shard(0),)), "a Spec has tuples"),
+        (lambda: spmd.Spec.parse(3), "3 is not a text"),
+        (lambda: spmd.Spec.parse("{dp: S(0), dp: R}"), "names an axis twice"),
+        (lambda: spmd.Link(1.0, 1.0, {"all_gathr": spmd.Link(1.0, 1.0)}), "did you mean 'all_gather'"),
+        (lambda: spmd.local_map(3), "local_map runs a function"),
+        (lambda: spmd.constrain(3, {}), "constrain takes a tensor, not 3"),
+        (lambda: spmd.explain(program, BIG), "no collective a float32 tensor"),
+        (lambda: program.use(3), "a mapping from names to tensors"),
+        (lambda: program.package(3), "give its path, not 3"),
+        (lambda: program.package("/none/p.pt2"), "there is no folder /none"),
+        (lambda: spmd.register_rule((), "m -> m"), "no operator"),
+        (lambda: spmd.register_rule(torch.ops.aten.digamma, "m -> m", whole=3), "whole can't be 3"),
+    ]:
+        with pytest.raises(spmd.SpmdError, match=words):
+            call()
     with pytest.raises(spmd.SpmdError, match="a rule is a text"):
         spmd.register_rule(torch.ops.aten.digamma, None)
     for op, text, more, words in [

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from spmd_compiler.parallelize import parallelize
 from spmd_compiler.placements import SpmdError
+from spmd_compiler.program import export
 
 FSDP_TP = {
     "emb.weight": {"dp": Shard(0), "tp": Shard(1)},
@@ -173,7 +174,9 @@ def check_errors():
         ({"emb.weight": {"dp": Shard(2)}}, r"'emb.weight' \(16, 8\): Shard\(2\) on axis 'dp': dim out of range"),
         ({"emb.weight": {"pp": Shard(0)}}, r"has no axis 'pp'; its axes are dp, tp"),
         ({"emb.weight": "auto"}, r"'emb.weight' \(16, 8\): 'auto' is for a solver: plan the model with export"),
-        ({"emb.weight": [Shard(0)]}, r"1 placements .* for the 2 axes"),
+        ({"emb.weight": [Shard(0)]}, r"1 placements .* for the 2 axes .* name the axes"),
+        ({"emb.weight": "S(0)"}, r"1 placements .* for the 2 axes .* name the axes"),
+        (export(nn.Linear(2, 2), (torch.ones(2, 2),), mesh={"dp": 2}), "planned for another module, .* no 'weight'"),
     ):
         with pytest.raises(SpmdError, match=message):
             parallelize(Net(), mesh, placements)
