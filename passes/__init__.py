@@ -31,9 +31,10 @@ from ..family import (
     pieces_of,
 )
 from ..ir import Captured, Partitioned, copied
-from ..memory import Memory, peak
+from ..memory import Memory, OverBudget, peak
 from ..placements import Mesh, SpmdError
 from ..progress import stage
+from ..remedies import remedies
 from ..text import captured_text, program_text
 from ..timeline import calls, seconds
 from ..words import shown
@@ -185,10 +186,21 @@ def _joined(local: Partitioned, orders: Profile) -> Partitioned:
 
 
 def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propagate.Plan:
-    def holds(plan: propagate.Plan) -> tuple[dict[str, int], int]:
-        return peak(_written(annotated, plan, profile), memory.states if memory is not None else 0.0)
+    states = memory.states if memory is not None else 0.0
+    smallest: list[tuple[dict[str, int], Partitioned]] = []  # the only one, if any
 
-    return propagate.run(annotated, annotated.mesh, profile, memory, holds)
+    def holds(plan: propagate.Plan) -> tuple[dict[str, int], int]:
+        local = _written(annotated, plan, profile)
+        found, top = peak(local, states)
+        if not smallest or sum(found.values()) < sum(smallest[0][0].values()):
+            smallest[:] = [(found, local)]
+        return found, top
+
+    try:
+        return propagate.run(annotated, annotated.mesh, profile, memory, holds)
+    except OverBudget as error:
+        held, local = smallest[0]
+        raise OverBudget(error.budget, held, error.proven, remedies(local, held, states)) from None
 
 
 # --- dynamic dims -----------------------------------------------------------------------------------------------

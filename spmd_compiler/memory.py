@@ -150,14 +150,14 @@ class Found(Generic[T]):
 
 class OverBudget(SpmdError):
     """Nothing was found within a budget; ``held`` are the bytes of the smallest plan that was looked at, and it is
-    ``proven`` that nothing else would do (at a price to speak of)."""
+    ``proven`` that nothing else would do (at a price to speak of); ``more`` are lines of what would help."""
 
-    def __init__(self, budget: float, holds: Mapping[str, float], proven: bool = False) -> None:
-        self.held, self.proven = sum(holds.values()), proven
+    def __init__(self, budget: float, holds: Mapping[str, float], proven: bool = False, more: str = "") -> None:
+        self.budget, self.held, self.proven = budget, sum(holds.values()), proven
         kinds = ", ".join(f"{readable(n)} of {kind}" for kind, n in holds.items())
         super().__init__(
             f"no plan was found within the memory budget of {readable(budget)} a device; the smallest found holds "
-            f"{readable(self.held)} ({self.held:.0f} B): {kinds}"
+            f"{readable(self.held)} ({self.held:.0f} B): {kinds}{more}"
         )
 
 

@@ -70,8 +70,27 @@ def test_a_budget_is_kept():
 
 
 def test_a_budget_that_nothing_meets():
-    with pytest.raises(spmd.SpmdError, match="memory budget"):
-        plan(Net(), torch.randn(8, 16), memory_budget=1000)
+    """It is said what holds the bytes, and those changes alone that have something to act on."""
+
+    def refused(rows, placements, devices=4, **options):
+        with pytest.raises(spmd.SpmdError, match="no plan was found within the memory budget of 1000 B") as error:
+            spmd.export(
+                Deep(), (torch.randn(rows, 32),), mesh={"a": devices}, placements=placements, memory_budget=1000, **options
+            )
+        _, largest, helps = str(error.value).split("\n")
+        return largest.strip(), helps.partition("what helps: ")[2].split("; ")
+
+    train = {"backward": True, "profile": "h100"}
+    auto, states, batch = "or, in export, to leave it to", "an optimizer of fewer states", "a smaller batch"
+    largest, helps = refused(4, {"x": {"a": Shard(0)}}, **train)
+    assert largest == "largest: 4 layers.*.weight {a: R} 64.00 KiB with gradients and optimizer states"
+    assert len(helps) == 2 and helps[0].startswith("to shard layers.*.weight (replicated on a)") and states in helps[1]
+    _, helps = refused(4, {"*": "auto"}, **train)
+    assert re.fullmatch("more devices on axis 'a', which cuts .* KiB", helps[0]) and states in helps[1]
+    largest, helps = refused(512, {"*.weight": {"a": Shard(0)}})
+    assert "x {a: R} 64.00 KiB" in largest and "with" not in largest
+    assert len(helps) == 2 and "shard x (" in helps[0] and auto in helps[0] and helps[1] == batch
+    assert refused(4, {}, 1, optimizer_states=0, **train)[1] == ["more devices on axis 'a'", batch]
 
 
 def test_placements_given_stay():

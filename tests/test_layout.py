@@ -31,7 +31,7 @@ LEVELS = (
      "ops.matmul", "ops.pointwise", "ops.pool", "ops.ranges", "ops.reduce", "ops.view", "ops.window"),
     ("ops.sort",),
     ("ops",),
-    ("problem", "memory", "timeline"),
+    ("problem", "memory", "remedies", "timeline"),
     ("plans", "quotient"),
     ("network",),
     ("linear",),
