@@ -34,6 +34,8 @@ def spmd_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def check(program: Any, name: str | None = None, level: str = "collectives") -> None:
         __tracebackhide__ = True
+        if not callable(getattr(program, "text", None)):
+            pytest.fail(f"spmd_golden takes a Program, not {type(program).__name__}", pytrace=False)
         file = golden_file(request.node, name)
         if file in used:
             pytest.fail(f"{file.name} is compared twice in one test; tell the programs apart by `name`", pytrace=False)

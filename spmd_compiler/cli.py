@@ -26,11 +26,14 @@ from .explain import explain_text
 from .hf import LENGTH, training_step
 from .placements import SpmdError
 from .program import Program, explain, export, load
-from .progress import shown
+from .progress import shown as shown_progress
 from .reader import parse
 from .report import report
 from .text import LEVELS, Text, readable
 from .timeline import timeline, write_trace
+from .words import meant, shown
+
+BATCH = 8  # sequences a step, where nothing says how many
 
 
 class _Judged:
@@ -105,14 +108,14 @@ def main() -> None:
 @click.option("--max-wire", metavar="BYTES", help="What a device may send: 10MiB.")
 @click.option("--max-memory", metavar="BYTES", help="What a device may hold: 60GiB.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="Of hf:KIND: its configuration, as JSON.")
-@click.option("--batch", default=8, type=click.IntRange(min=1), show_default=True, help="Of hf:KIND: sequences a step.")
+@click.option("--batch", type=click.IntRange(min=1), help=f"Of hf:KIND: sequences a step.  [default: {BATCH}]")
 @click.option("--length", type=click.IntRange(min=1), help=f"And tokens a sequence.  [default: {LENGTH} or less]")
 @click.option("--dump", type=click.Path(file_okay=False), help="A folder for the text after each pass.")
 @click.option("--save", "to", type=click.Path(dir_okay=False), help="Save the program too, for the other commands.")
 def plan(
     target: str, mesh: str, profile: str | None, overlap: bool, buckets: bool, file: str | None, backward: bool | None,
     level: str, forbid: tuple[str, ...], expect: tuple[str, ...], max_wire: str | None, max_memory: str | None,
-    dump: str | None, to: str | None, config: str | None, batch: int, length: int | None,
+    dump: str | None, to: str | None, config: str | None, batch: int | None, length: int | None,
 ) -> None:  # fmt: skip
     """Plan what FUNCTION returns, or a training step of a language model of transformers, and print the program.
 
@@ -123,10 +126,11 @@ def plan(
     """
     try:
         if target.startswith("hf:"):
-            asked = training_step(target.removeprefix("hf:"), config, batch, length)
-        elif config is not None:
-            raise click.BadParameter(f"is of hf:KIND, not of {target}", param_hint="--config")
+            asked = training_step(target.removeprefix("hf:"), config, BATCH if batch is None else batch, length)
         else:
+            for option, value in (("--config", config), ("--batch", batch), ("--length", length)):
+                if value is not None:
+                    raise click.BadParameter(f"is of hf:KIND, not of {target}", param_hint=option)
             asked = _arguments(_load(target)())
         asked["mesh"] = _mesh(mesh)
         if file is not None:
@@ -139,10 +143,10 @@ def plan(
         if dump is not None:
             asked["dump"] = dump
         contract = {"forbid": forbid, "expect": _counts(expect), "max_wire_bytes": max_wire, "max_memory": max_memory}
-        asked |= {k: v for k, v in contract.items() if v}
+        asked |= {k: v for k, v in contract.items() if v or v == ""}
         # What fails while it is traced is an error in words below; torch would log it with its own traceback.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-        with shown(), _rarely_collecting():
+        with shown_progress(), _rarely_collecting():
             program = export(asked.pop("model_or_fn"), asked.pop("args"), asked.pop("kwargs", None), **asked)
             if to is not None:
                 program.save(to)
@@ -348,12 +352,12 @@ def _arguments(given: Any) -> dict[str, Any]:
         found = dict(zip(("model_or_fn", "args", "kwargs"), given, strict=False))
     else:
         raise SpmdError(f"the function gave {type(given).__name__}, not (model, args), (model, args, kwargs) or a dict")
+    known = inspect.signature(export).parameters
+    for key in found:
+        if key not in known:
+            raise SpmdError(f"the dict has {shown(key)}, which export does not take; {meant(key, known)}")
     if not {"model_or_fn", "args"} <= found.keys():
         raise SpmdError("the dict lacks 'model_or_fn' or 'args'")
-    known = inspect.signature(export).parameters
-    if unknown := [k for k in found if k not in known]:
-        named = ", ".join(map(repr, unknown))
-        raise SpmdError(f"the dict has {named}, which export does not take; it takes {', '.join(known)}")
     return found
 
 

@@ -30,6 +30,15 @@ def fits(name: str, kind: str, axis: str) -> bool:
     return wanted in ("*", kind) and (not on or fnmatch.fnmatchcase(axis, on) or on in axis.split("/"))
 
 
+def _check_axes(names: Iterable[str], *meshes: Mesh) -> None:
+    """Raise `SpmdError` for an axis that none of ``meshes`` has."""
+    axes = list(dict.fromkeys(a for m in meshes for a in m.axes))
+    for name in names:
+        for axis in filter(None, name.rstrip("]").partition("[")[2].split("/")):
+            if not fnmatch.filter(axes, axis):
+                raise SpmdError(f"{name!r}: {meshes[-1]} has no axis {axis!r}; its axes are {', '.join(axes)}")
+
+
 class ContractError(SpmdError):
     """A program sends or holds what its contract does not allow."""
 
@@ -75,11 +84,7 @@ class Contract:
 
     def on(self, mesh: Mesh) -> Contract:
         """Itself.  Raises `SpmdError` for an axis that ``mesh`` lacks: a term of it would never break."""
-        for name in (*self.forbid, *(n for n, _ in self.expect)):
-            on = name.rstrip("]").partition("[")[2]
-            for axis in filter(None, on.split("/")):
-                if not fnmatch.filter(mesh.axes, axis):
-                    raise SpmdError(f"{name!r}: {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+        _check_axes((*self.forbid, *(n for n, _ in self.expect)), mesh)
         return self
 
     def broken(self, made: Sequence[Collective], memory: Mapping[str, int]) -> list[Broken]:
@@ -133,6 +138,7 @@ class Limits:
     def exceeded(self, change: Diff) -> list[str]:
         """The limits that a change exceeds, in words."""
         found = []
+        _check_axes(self.forbid, change.old.mesh, change.new.mesh)
         old, new = change.wire_bytes
         if self.increase is not None:
             allowed = self.increase if self.absolute else self.increase * old

@@ -124,6 +124,8 @@ def test_saved_programs_are_shown_explained_and_compared(run):
     found = run("explain", "a.spmd", "mm")
     assert found.exit_code == 3 and "no collective 'mm'" in found.output
     assert run("diff", "a.spmd", "a.txt").exit_code == 0
+    found = run("diff", "a.spmd", "a.txt", "--forbid", "all_gather[pt]")
+    assert found.exit_code == 3 and "no axis 'pt'; its axes are tp" in found.output
     assert "mesh(tp=4) -> mesh(tp=8)" in run("diff", "a.txt", "b.spmd").output
     Path("c.spmd").write_bytes(Path("a.spmd").read_bytes()[:500])
     Path("bytes").write_bytes(b"\xff\xfe")
@@ -229,7 +231,9 @@ def test_contracts(run):
         (("broken.py:net", "--mesh", "a=2"), "broken.py:2: SyntaxError: "),
         (("hf:vit", "--mesh", "a=2"), "for this kind of AutoModel: AutoModelForCausalLM."),
         (("job.py:takes", "--mesh", "a=2"), "called without arguments: missing a required argument: 'x'"),
-        (("job.py:other_keys", "--mesh", "a=2"), "the dict has 'meshes', which export does not take; it takes"),
+        (("job.py:other_keys", "--mesh", "a=2"), "the dict has 'meshes', which export does not take; did you mean 'mesh'"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--batch", "4"), "--batch: is of hf:KIND"),
+        (("job.py:tuple_of", "--mesh", "a=2", "--max-wire", ""), "'' is no number of bytes"),
         (("job.py:tuple_of", "--mesh", "a=2", "--config", "tp.toml"), "--config: is of hf:KIND"),
         (("job.py:tuple_of", "--mesh", "a=2", "--save", "no/folder/x"), "there is no folder"),
         (("job.py:tuple_of", "--mesh", "a=2", "--placements", "bytes.toml"), "bytes.toml: "),
