@@ -197,6 +197,7 @@ def constrain(x: torch.Tensor, placements: Mapping[str, Placement] | Sequence[Pl
     if isinstance(x, DTensor):
         spec = Spec.of(Mesh.of(x.device_mesh), placements, x.dim())
         return x.redistribute(placements=placements_for(spec, x.device_mesh))
+    _text(placements, x.dim())
     return x
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 from torch._functorch._aot_autograd import descriptors
@@ -448,6 +449,8 @@ def capture_function(
     check_dense([v for _, v in tensors])
     positions = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
     for n, v in given:
+        if isinstance(v, np.ndarray):
+            raise SpmdError(f"argument {n!r} is an array of numpy, which would be a constant; give a tensor")
         if is_dataclass(v) and any(isinstance(getattr(v, f.name), torch.Tensor) for f in fields(v)):
             raise SpmdError(
                 f"argument {n!r}: {type(v).__name__} holds tensors that can't be seen; register it with "

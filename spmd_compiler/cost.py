@@ -102,6 +102,8 @@ class Profile:
                 raise SpmdError(f"{name} has rates by bytes of an element: {{2: 6e14, 4: 3e14}}, not {shown(rates)}")
             else:
                 for size, rate in rates.items():
+                    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                        raise SpmdError(f"{name} has rates by bytes of an element, 1 or more, not by {shown(size)}")
                     _check(f"{name}[{size}]", rate)
         _check("launch (seconds)", self.launch, zero=True)
         if not isinstance(self.node_size, int) or isinstance(self.node_size, bool) or self.node_size < 1:

@@ -68,7 +68,8 @@ class Dims:
         """Raise `SpmdError` where sizes are not those of all dims, out of bounds, or break a guard."""
         names = [d.name for d in self.dims]
         if sorted(sizes) != sorted(names):
-            raise SpmdError(f"the program's dynamic dims are {', '.join(names)}; sizes are given of {', '.join(sizes)}")
+            got = ", ".join(sizes) or "none"
+            raise SpmdError(f"the program's dynamic dims are {', '.join(names)}; sizes are given of {got}")
         for d in self.dims:
             if not isinstance(sizes[d.name], int) or isinstance(sizes[d.name], bool):
                 raise SpmdError(f"{d.name} is a size, not {shown(sizes[d.name])}")

@@ -273,7 +273,10 @@ class Spec:
         return Spec(mesh.axes, tuple(placements), nesting)
 
     def __getitem__(self, axis: str) -> Placement:
-        return self.placements[self.axes.index(axis)]
+        try:
+            return self.placements[self.axes.index(axis)]
+        except ValueError:
+            raise SpmdError(f"{self} has no axis {shown(axis)}; its axes are {', '.join(self.axes)}") from None
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes on which ``dim`` is sharded, outermost first."""

@@ -359,7 +359,8 @@ def export(
 
     ``placements`` maps names of parameters, buffers and inputs (``"ids"``, ``"args.0"``, ``"batch.ids"``) and
     outputs (``"out"``, ``"out.0"``), or globs of them, to ``{axis: placement}``, a sequence of placements in axis
-    order, a `Spec` or its text, or ``"auto"``.  Inputs that are not named are replicated; outputs are the solver's.
+    order, one placement on a mesh of one axis, a `Spec`, the text of any of these (``"S(0)"``, ``"{tp: S(0)}"``), or
+    ``"auto"`` (on all axes).  Inputs that are not named are replicated; outputs are the solver's.
     A value goes by its own name before globs, and of globs by the first given that fits it.
     With ``backward`` the first output is a scalar loss, and gradients of all parameters and inputs that require
     one are outputs too.
