@@ -327,7 +327,7 @@ def _load(target: str) -> Any:
     if not callable(found.get(name)):
         own = {n: v for n, v in found.items() if getattr(v, "__module__", None) == found["__name__"]}
         functions = [n for n, v in own.items() if callable(v) and not n.startswith("_")]
-        raise click.BadParameter(f"{place} has no function {name!r}; there are {', '.join(functions)}")
+        raise click.BadParameter(f"{place} has no function {name!r}; {meant(name, functions)}")
     try:
         inspect.signature(found[name]).bind()
     except TypeError as error:
