@@ -110,7 +110,7 @@ def again():
     spmd.parallelize(model, mesh)
     with pytest.raises(spmd.SpmdError, match=r"'weight'.*export"):
         spmd.parallelize(nn.Linear(4, 4), mesh, {"weight": "auto"})
-    with pytest.raises(spmd.SpmdError, match=r"'weight'.*'S0' is not a spec"):
+    with pytest.raises(spmd.SpmdError, match=r"'weight'.*'S0' is not 'R'.* did you mean 'S\(0\)'"):
         spmd.parallelize(nn.Linear(4, 4), mesh, {"weight": "S0"})
     with pytest.raises(spmd.SpmdError, match=r"'weight'.*already"):
         spmd.parallelize(model, mesh, {"weight": {"tp": Shard(1)}})
