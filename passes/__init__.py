@@ -196,8 +196,12 @@ def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propa
             smallest[:] = [(found, local)]
         return found, top
 
+    def takes(plan: propagate.Plan) -> float:
+        return seconds(calls(_written(annotated, plan, profile)))
+
+    in_order = takes if profile.overlap else None
     try:
-        return propagate.run(annotated, annotated.mesh, profile, memory, holds)
+        return propagate.run(annotated, annotated.mesh, profile, memory, holds, takes=in_order)
     except OverBudget as error:
         held, local = smallest[0]
         raise OverBudget(error.budget, held, error.proven, remedies(local, held, states)) from None

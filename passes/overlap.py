@@ -58,15 +58,16 @@ def _reorder(graph: Graph, nodes: Sequence[Node]) -> None:
 
 def _ordered(nodes: list[Node], mesh: Mesh, profile: Profile) -> list[Node]:
     """What starts early waits less, and what waits less starts the next in time: an order is ordered again, and the
-    shortest is kept."""
-    nodes = _early(nodes, profile.overlap)
+    shortest is kept, be it that in which nothing overlaps."""
+    apart = _early(nodes, at_once=False)
     if not profile.overlap:
-        return nodes
+        return apart
+    nodes = _early(nodes, at_once=True)
     took = {n: duration(n, mesh, profile) for n in nodes}
     orders = [nodes]
     while len(orders) <= ROUNDS and (again := _overlapped(orders[-1], took)) not in orders:
         orders.append(again)
-    return min(orders, key=lambda o: seconds([Call(n, *took[n], tuple(n.all_input_nodes)) for n in o]))
+    return min([*orders, apart], key=lambda o: seconds([Call(n, *took[n], tuple(n.all_input_nodes)) for n in o]))
 
 
 def _grows(node: Node) -> bool:

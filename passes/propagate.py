@@ -14,11 +14,10 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .. import bodies
-from ..blend import within
 from ..cost import Profile
 from ..emit import emit_choice
 from ..family import Decisions
-from ..hidden import cheapest, may_hide, priced, step_of, weighted
+from ..hidden import may_hide, shortest
 from ..ir import Captured, Input, is_getitem, nbytes, open_dims, operands, producer, results, source_line
 from ..memory import Memory, OverBudget, lifetimes
 from ..placements import Mesh, Spec, SpmdError
@@ -27,7 +26,6 @@ from ..problem import Hub, Problem, Solution, Variable, is_partial
 from ..progress import stage
 from ..redistribute import gathered
 from ..rules import Choice, Linear, Rule, choices, replicated
-from ..solve import solve
 
 WIDE = 0.05  # of the price: a gap within a budget with which uneven cuts are looked at too
 TURNS = 8  # of a loop of which nobody knows how often it runs
@@ -38,11 +36,13 @@ _CONSTRAIN, _TO_LOCAL, _FROM_LOCAL = "spmd::constrain", "spmd::to_local", "spmd:
 def run(
     captured: Captured, mesh: Mesh, profile: Profile, memory: Memory | None = None,
     holds: Callable[[Plan], tuple[Mapping[str, float], int]] | None = None, known: Known | None = None,
+    takes: Callable[[Plan], float] | None = None,
 ) -> Plan:  # fmt: skip
     """Before: an annotated graph.  After: the same graph, and a `Plan` for it that costs least.
 
     Within ``memory``: ``holds`` gives the bytes a device of a plan, by kind, and the number of the node at which its
-    memory peaks.
+    memory peaks.  ``takes`` gives the seconds of a step in its order, which decide where a profile lets collectives
+    overlap.
     """
     say: Callable[[str], None] = stage if known is None else lambda what: None  # nothing of each body and border
     say("listing the choices of every node")
@@ -56,30 +56,15 @@ def run(
         if rough and again.uneven == builder.uneven:
             break
         try:
-            found.append(_cheapest(again, budget, holds, found[0].solution.price if found else math.inf))
+            hubs = [i for i, (n, *_) in enumerate(again.hubs) if n in again.hidden]
+            found += shortest(again, hubs, budget, holds, found[0].solution.price if found else math.inf)
         except OverBudget as error:
             failures.append(error)
         if budget is None or (found and found[0].solution.bound >= (1 - WIDE) * found[0].solution.price):
             break
     if not found:
         raise min(failures, key=lambda e: e.held)
-    return min(found, key=lambda p: p.solution.price)
-
-
-def _cheapest(builder: _Builder, budget: float | None, holds: Any, limit: float) -> Plan:
-    if not builder.profile.overlap:
-        free = builder.plan(solve(builder.problem))
-        return free if budget is None else within(builder, free, budget, holds, limit)
-    problem = builder.problem
-    hidden = [i for i, ((n, *_), hub) in enumerate(builder.hubs.items()) if n in builder.hidden and not hub.tied]
-    solution, share = cheapest(problem, hidden)
-    plan = builder.plan(solution)
-    if budget is not None and sum(holds(plan)[0].values()) > budget:
-        builder.problem = weighted(problem, hidden, share)
-        plan = within(builder, builder.plan(solve(builder.problem)), budget, holds, limit)
-        step = step_of(problem, hidden, plan.solution)
-        plan = dataclasses.replace(plan, solution=priced(plan.solution, step, plan.solution.bound))
-    return plan
+    return min(found, key=takes if takes is not None and len(found) > 1 else lambda p: p.solution.price)
 
 
 # --- the same plan at other sizes -------------------------------------------------------------------------------

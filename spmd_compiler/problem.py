@@ -95,7 +95,8 @@ class Table:
 
 
 class Tables:
-    """Builds tables once for all hubs with the same choices around them and the same divisibility."""
+    """Builds tables once for all hubs with the same choices around them and the same divisibility, of a problem and of
+    those that weigh its computation and its bytes otherwise."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -108,7 +109,7 @@ class Tables:
         producer, result = hub.source
         around = (id(p.variables[producer].choices), result)
         users = tuple(sorted({(id(p.variables[k].choices), i) for k, i in hub.consumers}))
-        key = (around, users, hub.shape)
+        key = (around, users, hub.shape, hub.element)
         if key not in self.by_choices:
             self.by_choices[key] = self._find(hub)
         return self.by_choices[key]

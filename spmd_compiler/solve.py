@@ -34,15 +34,17 @@ EXACT = 5  # copies of one value whose cheapest tree is looked for among all tre
 LARGE = 1_500_000  # columns of a network that is too large to be looked at without deciding equal parts together
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem, tables: Tables | None = None) -> Solution:
     """The cheapest solution, with a proven bound.  Raises `SpmdError` where no plan exists.
+
+    ``tables`` are the problem's, or those of one that differs in weights alone.
 
     Equal parts are decided together (`quotient`) where that makes the problem smaller; surroundings are told apart ever
     further until the bound meets the plan, in the end every variable by itself.
     """
     if not problem.variables:
         return Solution([], [], 0.0, 0.0, 0.0, 0)
-    tables = Tables(problem)
+    tables = tables or Tables(problem)
     colours = Colours(problem, tables)
     best: Solution | None = None
     bound = columns = 0.0  # of a network, for each class

@@ -117,6 +117,31 @@ def test_ordering_again_does_not_make_a_step_longer():
     assert step(program) <= before
 
 
+class Ends(Net):
+    """What has weights comes first, and long computation without any behind it, which their gathers can't use."""
+
+    def __init__(self):
+        super().__init__(layers=3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        for _ in range(3):
+            x = (x @ x.T @ x).tanh()
+        return x.square().mean()
+
+
+def test_asking_for_overlap_makes_no_step_longer():
+    """Computation that nothing can run beside is no reason to gather."""
+    link = Link(1e-7, 4e9)
+    wire = dataclasses.replace(EVEN, name="ends", launch=1e-8, matmul={4: 5e11}, intra=link, inter=link)
+    apart, beside = (
+        spmd.export(Ends(), (torch.zeros(64, 64),), mesh={"a": 4}, placements=FSDP, backward=True, profile=wire, overlap=o)
+        for o in (False, True)
+    )
+    assert step(beside) <= step(apart)
+
+
 @pytest.mark.parametrize("bandwidth", [5e7, 2e9, 1e12])
 def test_copies_are_gathered_one_ahead(bandwidth):
     """However slow the wire, no more than two copies that nobody has read yet are there."""
