@@ -69,9 +69,9 @@ class Planned:
 
 
 def planned(
-    model: torch.nn.Module, args: tuple[Any, ...], sizes: dict[str, int], placements: dict[str, Any], profile: str
+    model: torch.nn.Module, args: tuple[Any, ...], sizes: dict[str, int], placements: dict[str, Any], profile: Any
 ) -> Planned:
-    """A training step planned pass by pass."""
+    """A training step planned pass by pass; ``profile`` is a name or a `Profile`."""
     from spmd_compiler import passes
     from spmd_compiler.capture import capture_function
     from spmd_compiler.cost import profile_of
