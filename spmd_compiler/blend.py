@@ -147,6 +147,7 @@ def within(
     filled by a search among the choices which fit into it.  Where nothing fits, it goes on from the smallest.
     """
     problem = builder.problem
+    peaks: list[int] = []
     around: Around | None = None
     smallest: Found[Any] | None = None
 
@@ -154,7 +155,8 @@ def within(
         nonlocal smallest
         plan = free if solution is free.solution else builder.plan(solution)
         bytes_held, peak = (held, top) if plan is free else holds(plan)
-        found = Found(plan, bytes_held, counted(problem, solution, kind), solution.price, solution.bound, peak)
+        peaks.append(peak)
+        found = Found(plan, bytes_held, counted(problem, solution, kind), solution.price, solution.bound)
         smallest = found if smallest is None or found.held < smallest.held else smallest
         return found
 
@@ -188,7 +190,8 @@ def within(
         if bound >= price() * (1 - ENOUGH):
             break
         try:
-            cheapest, below, rate = cheapest_within(functools.partial(at, kind=kind), between, budget, limit=price())
+            priced = functools.partial(at, kind=kind)
+            cheapest, below, rate = cheapest_within(priced, between, budget, limit=price(), every=kind is None)
         except OverBudget as error:
             if error.proven:
                 raise
@@ -202,13 +205,14 @@ def within(
             break
         begin, before = best or smallest, price()
         assert begin is not None
-        times += [begin.peak] if begin.peak not in times else []
-        if best is None:  # the cheapest that holds no more than the smallest may hold less
+        times += [p for p in reversed(peaks) if p not in times][:1]
+        peaks.clear()
+        if best is not None:
+            left -= 1
+            room, around = budget, Around(begin.plan.solution, budget - begin.held) if attempt > 1 else None
+        else:  # the cheapest that holds no more than the smallest may hold less
             stuck, closer = attempt > 1, attempt > 2
             room, around = max(budget, begin.held - closer), Around(begin.plan.solution, 0.0) if closer else None
-        else:
-            left -= 1
-            room, around = budget, Around(begin.plan.solution, budget - begin.held)
         builder.count(times, copies=True, of_inputs=stuck)
         try:
             cheapest, _, start = cheapest_within(at, between, room, start or None, price())
@@ -216,7 +220,7 @@ def within(
         except OverBudget:
             if around is not None and smallest is begin:
                 break
-        if best is not None and price() >= before * (1 - ENOUGH):
+        if best is not None and attempt > 1 and price() >= before * (1 - ENOUGH):
             break
     if best is None:
         assert smallest is not None

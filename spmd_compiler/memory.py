@@ -19,6 +19,7 @@ from .words import shown
 T = TypeVar("T")
 STEP = 4.0  # between rates of memory, until something fits
 RATES = (*(STEP**n for n in range(6)), 1e5)  # against price and bytes of the cheapest plan
+FLAT = 0.01  # of the bytes: what another rate of bytes of one kind must save
 DEAR = 10.0  # times a plan of fewest bytes: a price above which no plan is looked for
 SECANTS = 6
 
@@ -133,15 +134,13 @@ class Memory:
 @dataclass(frozen=True)
 class Found(Generic[T]):
     """A plan that is cheapest when a byte has a price: what it holds by kind, its ``counted`` bytes, those that the
-    rate prices (no more than it holds), its own ``price``, a ``bound`` of price and priced memory of every plan, and
-    the number of the node at which what it holds is at its ``peak``."""
+    rate prices (no more than it holds), its own ``price``, and a ``bound`` of price and priced memory of every plan."""
 
     plan: T
     holds: Mapping[str, float]
     counted: float
     price: float
     bound: float
-    peak: int = 0
 
     @property
     def held(self) -> float:
@@ -167,6 +166,7 @@ def cheapest_within(
     budget: float,
     start: float | None = None,
     limit: float = math.inf,
+    every: bool = True,
 ) -> tuple[Found[T], float, float]:
     """The cheapest plan found within the budget, a bound of all that fit, and the rate at which something did.
 
@@ -175,40 +175,46 @@ def cheapest_within(
     `STEP` find where plans begin to fit; the edge of the hull that crosses the budget is found by secants, between the
     last plan within and the last without.  ``between(small, cheap, room)`` gives plans along that edge, ever larger and
     cheaper, up to what ``room`` bytes more than the small one's seem to allow: the last of them that fits is taken.
+    What costs ``limit`` or more is of no use.  Unless ``every`` rate is tried, they end where no bytes are saved.
 
     Raises `OverBudget` where nothing fits.
     """
-    bound = 0.0
-    smallest: Found[T] | None = None
+    smallest = outside = at(0.0)
+    bound = outside.bound
 
     def tried(rate: float) -> Found[T]:
         nonlocal bound, smallest
         found = at(rate)
         bound = max(bound, found.bound - rate * budget)
-        smallest = found if smallest is None or found.held < smallest.held else smallest
+        smallest = min(smallest, found, key=lambda f: f.held)
         return found
 
-    outside = tried(0.0)
+    def enough(found: Found[T]) -> bool:
+        return found.held <= budget or found.price >= limit
+
     if outside.held <= budget:
         return outside, bound, 0.0
-    unit = outside.price / max(outside.counted, 1.0)
+    free = outside
+    unit = free.price / max(free.counted, 1.0)
     rates = [r * unit for r in RATES]
     for rate in rates if start is None else [start, *(r for r in rates if r > STEP * start)]:
         within = tried(rate)
-        if within.held <= budget or within.price >= limit:
+        if enough(within):
+            break
+        flat = within.counted > (1 - FLAT) * outside.counted
+        if flat and not every and outside.counted < free.counted:
             break
         outside = within
-    for _ in range(SECANTS):
-        if outside is within or outside.counted <= within.counted or within.price <= outside.price:
+    for _ in range(SECANTS if enough(within) else 0):
+        if outside.counted <= within.counted or within.price <= outside.price:
             break
         found = tried(middle := (within.price - outside.price) / (outside.counted - within.counted))
         if found.counted in (outside.counted, within.counted):
             break
-        if found.held <= budget or found.price >= limit:
+        if enough(found):
             within, rate = found, middle
         else:
             outside = found
-    assert smallest is not None
     if within.held > budget:
         raise OverBudget(budget, smallest.holds, bound > DEAR * within.price)
     steps = between(within.plan, outside.plan, budget - within.held)
