@@ -299,8 +299,8 @@ class _Builder:
                 if node.op == "placeholder":
                     parts = np.array([c.results[r].shards(self.mesh) for c in variable.choices])  # type: ignore[union-attr]
                     held += self._input_share(node) * nbytes(value) / parts
-                elif (node, r) in lives and share(*lives[node, r]):
-                    held += nbytes(value) * pieces(variable.choices, r, *lives[node, r])
+                for span in lives.get((node, r), ()):
+                    held += nbytes(value) * pieces(variable.choices, r, *span) if share(*span) else 0.0
             variable.memory = held if held.any() else None
         for index, held in self._copies(times, order, of_inputs).items() if copies else ():
             variable = self.problem.variables[index]

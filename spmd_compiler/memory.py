@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .ir import Output, Partitioned, body_of, is_getitem, nbytes, producer, results
 from .placements import SpmdError
@@ -62,13 +63,14 @@ def curve(local: Partitioned) -> list[int]:
     return [inputs + n for n in _levels(graph, lifetimes(graph, local.outputs))]
 
 
-def _levels(graph: Graph, spans: Mapping[tuple[Node, int], tuple[int, int]]) -> list[int]:
+def _levels(graph: Graph, spans: Mapping[tuple[Node, int], Sequence[tuple[int, int]]]) -> list[int]:
     """Bytes that live at each node, bodies of calls included, of values that live in ``spans`` of node numbers."""
     nodes = list(graph.nodes)
     change = [0] * (len(nodes) + 1)
-    for (node, r), (first, last) in spans.items():
-        change[first] += nbytes(results(node)[r])
-        change[last + 1] -= nbytes(results(node)[r])
+    for (node, r), lives in spans.items():
+        for first, last in lives:
+            change[first] += nbytes(results(node)[r])
+            change[last + 1] -= nbytes(results(node)[r])
     return [n + _inside(node) for n, node in zip(itertools.accumulate(change[:-1]), nodes, strict=True)]
 
 
@@ -77,26 +79,54 @@ def _inside(node: Node) -> int:
     most = 0
     for body in filter(None, map(body_of, node.all_input_nodes)):
         end = len(body.graph.nodes) - 1
-        spans = {key: span for key, span in lifetimes(body.graph, ()).items() if span[1] < end}
+        spans = {key: lives for key, lives in lifetimes(body.graph, ()).items() if lives[-1][1] < end}
         most = max(most, *_levels(body.graph, spans))
     return most
 
 
-def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int], tuple[int, int]]:
-    """For every value that has memory of its own, (node, result), the numbers of the node that makes it and of the last
-    that reads it or a view of it.  Gradients are left out: they live on."""
+def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int], tuple[tuple[int, int], ...]]:
+    """For every value that has memory of its own, (node, result), when it lives: the numbers of the node that makes it
+    and of the last that reads it or a view of it.  Gradients are left out: they live on.
+
+    What activation checkpointing makes again lives twice: to its last reader of the forward, and from the first reader
+    of the backward on, or the first node made again that reads it.
+    """
     nodes = list(graph.nodes)
-    found: dict[tuple[Node, int], tuple[int, int]] = {}
-    for at, node in enumerate(nodes):
+    order = {n: i for i, n in enumerate(nodes)}
+    again: dict[Node, int] = {}  # before which node of the backward a node of the forward is made again
+
+    def late(node: Node) -> list[int]:
+        """The readers in the backward."""
+        return [order[u] if _in_backward(u) else again[u] for u in node.users if _in_backward(u) or u in again]
+
+    for node in reversed(nodes):
+        if node.meta.get("recompute") in _AGAIN and not _in_backward(node) and (readers := late(node)):
+            again[node] = min(readers)
+    early: dict[tuple[Node, int], list[int]] = {}
+    after: dict[tuple[Node, int], list[int]] = {}
+    for node in nodes:
         if node.op == "call_function" and not is_getitem(node) and storage(node) == (node, 0):
-            found |= {(node, r): (at, at) for r, v in enumerate(results(node)) if v is not None}
-        for used in node.all_input_nodes:
-            if (key := storage(used)) in found:
-                found[key] = (found[key][0], at)
+            early |= {(node, r): [order[node]] for r, v in enumerate(results(node)) if v is not None}
+        if (key := storage(node)) in early:
+            early[key] += [order[u] for u in node.users if not _in_backward(u)]
+            after.setdefault(key, []).extend(late(node))
     for value, o in zip(nodes[-1].args[0] if outputs else (), outputs, strict=True):
         if o.kind == "grad" and isinstance(value, Node):
-            found.pop(storage(value), None)
-    return found
+            early.pop(storage(value), None)
+    return {key: _spans(made, after[key], key[0] in again) for key, made in early.items()}
+
+
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _in_backward(node: Node) -> bool:
+    return node.meta.get("phase") == "backward"
+
+
+def _spans(early: list[int], late: list[int], again: bool) -> tuple[tuple[int, int], ...]:
+    if again and late and max(early) < min(late):
+        return (min(early), max(early)), (min(late), max(late))
+    return ((min(early), max(early + late)),)
 
 
 def storage(node: Node) -> tuple[Node, int]:
