@@ -100,7 +100,7 @@ def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int],
         return [order[u] if _in_backward(u) else again[u] for u in node.users if _in_backward(u) or u in again]
 
     for node in reversed(nodes):
-        if node.meta.get("recompute") in _AGAIN and not _in_backward(node) and (readers := late(node)):
+        if _made_again(node) and (readers := late(node)):
             again[node] = min(readers)
     early: dict[tuple[Node, int], list[int]] = {}
     after: dict[tuple[Node, int], list[int]] = {}
@@ -117,6 +117,14 @@ def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int],
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _made_again(node: Node) -> bool:
+    """Whether the split makes it again: what one checkpointed region hands to the next is saved."""
+    if node.meta.get("recompute") not in _AGAIN or _in_backward(node):
+        return False
+    regions = [u.meta.get("ac_graph_id", 0) for u in node.users if u.meta.get("recompute") in _AGAIN]
+    return max(regions, default=0) <= node.meta.get("ac_graph_id", 0)
 
 
 def _in_backward(node: Node) -> bool:

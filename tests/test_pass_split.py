@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_compiler import passes
 from spmd_compiler.capture import capture_function
 from spmd_compiler.collectives import KINDS, is_collective
+from spmd_compiler.memory import held
 from spmd_compiler.parallelize import parallelize
 from spmd_compiler.passes import split
 from spmd_compiler.placements import Mesh, Spec
@@ -75,16 +76,18 @@ def check_kept_gathers():
 
 
 def check_checkpointing():
-    sizes, grads = [], []
+    sizes, live, grads = [], [], []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        model = Net(checkpointed)
+        model = nn.Sequential(*(Net(checkpointed) for _ in range(3)))
         program, out = program_of(model, {})
         forward, _ = split.run(program)
         sizes.append(sum(n.meta["val"].numel() for n in saved_of(program, forward)))
+        live.append(held(program, 0.0)["activations"])
         out.full_tensor().sum().backward()
-        grads.append(model.up.weight.grad.full_tensor())
+        grads.append(model[0].up.weight.grad.full_tensor())
     assert sizes[1] < sizes[0]
+    assert live[1] < live[0]
     torch.testing.assert_close(grads[0], grads[1])
 
 
