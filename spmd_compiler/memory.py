@@ -113,7 +113,7 @@ def lifetimes(graph: Graph, outputs: Sequence[Output]) -> dict[tuple[Node, int],
     for value, o in zip(nodes[-1].args[0] if outputs else (), outputs, strict=True):
         if o.kind == "grad" and isinstance(value, Node):
             early.pop(storage(value), None)
-    return {key: _spans(made, after[key], key[0] in again) for key, made in early.items()}
+    return {key: _spans(made, after.get(key, []), key[0] in again) for key, made in early.items()}
 
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
