@@ -204,7 +204,7 @@ def _plan(annotated: Captured, profile: Profile, memory: Memory | None) -> propa
         return propagate.run(annotated, annotated.mesh, profile, memory, holds, takes=in_order)
     except OverBudget as error:
         held, local = smallest[0]
-        raise OverBudget(error.budget, held, error.proven, remedies(local, held, states)) from None
+        raise OverBudget(error.budget, held, error.least, remedies(local, held, states)) from None
 
 
 # --- dynamic dims -----------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def within(
             priced = functools.partial(at, kind=kind)
             cheapest, below, rate = cheapest_within(priced, between, budget, limit=price(), every=kind is None)
         except OverBudget as error:
-            if error.proven:
+            if error.least > budget:
                 raise
         else:
             bound = max(bound, below)

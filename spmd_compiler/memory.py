@@ -186,15 +186,16 @@ class Found(Generic[T]):
 
 
 class OverBudget(SpmdError):
-    """Nothing was found within a budget; ``held`` are the bytes of the smallest plan that was looked at, and it is
-    ``proven`` that nothing else would do (at a price to speak of); ``more`` are lines of what would help."""
+    """Nothing was found within a budget; ``held`` are the bytes of the smallest plan that was looked at, ``least`` what
+    every plan holds (at a price to speak of); ``more`` are lines of what would help."""
 
-    def __init__(self, budget: float, holds: Mapping[str, float], proven: bool = False, more: str = "") -> None:
-        self.budget, self.held, self.proven = budget, sum(holds.values()), proven
+    def __init__(self, budget: float, holds: Mapping[str, float], least: float = 0.0, more: str = "") -> None:
+        self.budget, self.held, self.least = budget, sum(holds.values()), least
         kinds = ", ".join(f"{readable(n)} of {kind}" for kind, n in holds.items())
+        none = f", and every plan holds {readable(least)} or more" if least > budget else ""
         super().__init__(
-            f"no plan was found within the memory budget of {readable(budget)} a device; the smallest found holds "
-            f"{readable(self.held)} ({self.held:.0f} B): {kinds}{more}"
+            f"no plan was found within the memory budget of {readable(budget)} a device{none}; the smallest found "
+            f"holds {readable(self.held)} ({self.held:.0f} B): {kinds}{more}"
         )
 
 
@@ -254,7 +255,7 @@ def cheapest_within(
         else:
             outside = found
     if within.held > budget:
-        raise OverBudget(budget, smallest.holds, bound > DEAR * within.price)
+        raise OverBudget(budget, smallest.holds, (within.bound - DEAR * within.price) / rate)
     steps = between(within.plan, outside.plan, budget - within.held)
     low, high = 0, len(steps)
     while low < high:  # the first `low` fit

@@ -42,7 +42,10 @@ def parallelize(
     if not isinstance(model, torch.nn.Module):
         raise SpmdError(f"expected a module, got {type(model).__name__}")
     if placements is not None and not isinstance(placements, (Mapping, Program)):
-        raise SpmdError(f"placements are a mapping from names to placements or a Program, not {shown(placements)}")
+        raise SpmdError(
+            f"placements are a mapping from names to placements, or a Program (for 'auto' plan the model with export, "
+            f"and give the program), not {shown(placements)}"
+        )
     devices = device_mesh(mesh)
     abstract = Mesh.of(devices)
     if isinstance(placements, Program):

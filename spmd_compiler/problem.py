@@ -205,18 +205,26 @@ def preference(problem: Problem, index: int, pick: int) -> float:
 
     It is the part of new values that a device holds, more in the forward, whose values wait for the backward, and of a
     sum not yet reduced than of its reduction.  Far below lie the dims that are cut (of outer ones pieces are in one
-    piece of memory), below these a number drawn from the choice's text, so that equal parts of different programs are
-    decided alike, and below that the place in the program, for parts that are symmetric.
+    piece of memory) and axes that cut one in another order than the mesh's, below these a number drawn from the
+    choice's text, so that equal parts of different programs are decided alike, and below that the place in the program,
+    for parts that are symmetric.
     """
     variable, mesh = problem.variables[index], problem.mesh
     choice = variable.choices[pick]
     made = [s for s in choice.results if s is not None]
-    found = DIM * sum(dim * len(axes) for s in (*choice.operands, *made) for dim, axes in s.sharding.items())
+    cuts = [cut for s in (*choice.operands, *made) for cut in s.sharding.items()]
+    found = DIM * sum(dim * len(axes) + _turned(axes, mesh) for dim, axes in cuts)
     found += DRAWN * zlib.crc32(str(choice).encode()) / 2**32 * (1.0 + PLACE * index)
     if choice.operands and not variable.compute.any():
         return found  # a view
     held = sum(HELD / s.shards(mesh) + PARTIAL * len(s.partial_axes()) for s in made)
     return (1.0 if variable.late else FORWARD) * held + found
+
+
+def _turned(axes: Sequence[str], mesh: Mesh) -> int:
+    """How many pairs of axes come in another order than the mesh's."""
+    order = [mesh.axes.index(a) for a in axes]
+    return sum(a > b for a, b in itertools.combinations(order, 2))
 
 
 def move_preference(problem: Problem, move: Move) -> float:
