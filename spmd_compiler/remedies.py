@@ -64,8 +64,8 @@ def remedies(local: Partitioned, holds: Mapping[str, float], states: float) -> s
     """Two lines: the largest inputs of a plan that holds ``holds`` bytes by kind, and what would make it hold less.
 
     Named are those changes alone that have something to act on: inputs that are replicated where the solver may not
-    cut them, an axis that cuts what is held already, optimizer states, a batch.  Recomputation is not among them: a
-    budget counts values as the program has them before its forward and backward are split.
+    cut them, an axis that cuts what is held already, optimizer states, a batch.  Activation checkpointing is not among
+    them: `export` takes a function as if it were not there.
     """
     mesh, every, least = local.mesh, inputs_held(local, states), SHARE * sum(holds.values())
     large = [h for h in every if h.bytes >= least] or every[:1]
