@@ -63,9 +63,7 @@ def run(
         if budget is None or (found and found[0].solution.bound >= (1 - WIDE) * found[0].solution.price):
             break
     if not found:
-        smallest = min(failures, key=lambda e: e.held)
-        smallest.least = min(e.least for e in failures)
-        raise smallest
+        raise OverBudget.of(failures)
     return min(found, key=takes if takes is not None and len(found) > 1 else lambda p: p.solution.price)
 
 

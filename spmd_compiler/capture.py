@@ -262,11 +262,12 @@ def _check_argument(name: str, value: Any, want: Any) -> None:
         if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (want.shape, want.dtype):
             got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise SpmdError(f"input {name!r} is {got}; the program was planned for {want.dtype} {want.shape}")
-    elif not _same(value, want):
+    elif not same(value, want):
         raise SpmdError(f"input {name!r} is {shown(value)}; the program was planned for {shown(want)}, export it again")
 
 
-def _same(value: Any, want: Any) -> bool:
+def same(value: Any, want: Any) -> bool:
+    """Whether two values of a user's are equal; tensors, and what can't say so, are not."""
     if isinstance(value, torch.Tensor):
         return False
     try:

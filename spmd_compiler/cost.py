@@ -130,9 +130,10 @@ class Profile:
         """Itself.  Raises `SpmdError` where ``order`` or ``axis_links`` names an axis that ``mesh`` lacks."""
         for field_name, axes in (("order", self.order), ("axis_links", self.axis_links)):
             for axis in axes:
-                if axis not in mesh.axes:
-                    what = f"{field_name} of profile {self.name!r}"
-                    raise SpmdError(f"{what}: {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+                try:
+                    mesh[axis]
+                except SpmdError as error:
+                    raise SpmdError(f"{field_name} of profile {self.name!r}: {error}") from None
         return self
 
     def in_node(self, mesh: Mesh, axis: str) -> int:

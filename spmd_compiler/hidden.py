@@ -216,7 +216,7 @@ def shortest(
         if all((plan.solution.choices, plan.solution.trees) != (p.solution.choices, p.solution.trees) for p in found):
             found.append(plan)
     if not found:
-        raise min(failures, key=lambda e: e.held)
+        raise OverBudget.of(failures)
     if not hidden:
         return found
     steps = [step_of(problem, hidden, p.solution) for p in found]

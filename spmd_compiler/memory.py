@@ -198,6 +198,13 @@ class OverBudget(SpmdError):
             f"holds {readable(self.held)} ({self.held:.0f} B): {kinds}{more}"
         )
 
+    @staticmethod
+    def of(failures: Sequence[OverBudget]) -> OverBudget:
+        """That of the smallest plan of several searches; every plan holds what the least of them says."""
+        smallest = min(failures, key=lambda e: e.held)
+        smallest.least = min(e.least for e in failures)
+        return smallest
+
 
 def cheapest_within(
     at: Callable[[float], Found[T]],
@@ -247,11 +254,11 @@ def cheapest_within(
     for _ in range(SECANTS if enough(within) else 0):
         if outside.counted <= within.counted or within.price <= outside.price:
             break
-        found = tried(middle := (within.price - outside.price) / (outside.counted - within.counted))
+        found = tried(slope := (within.price - outside.price) / (outside.counted - within.counted))
         if found.counted in (outside.counted, within.counted):
             break
         if enough(found):
-            within, rate = found, middle
+            within, rate = found, slope
         else:
             outside = found
     if within.held > budget:
@@ -259,11 +266,11 @@ def cheapest_within(
     steps = between(within.plan, outside.plan, budget - within.held)
     low, high = 0, len(steps)
     while low < high:  # the first `low` fit
-        at_step = (low + high + 1) // 2
-        found = steps[at_step - 1]()
+        middle = (low + high + 1) // 2
+        found = steps[middle - 1]()
         if found.held <= budget:
-            low = at_step
+            low = middle
             within = min(within, found, key=lambda f: f.price)
         else:
-            high = at_step - 1
+            high = middle - 1
     return within, min(bound, within.price), rate

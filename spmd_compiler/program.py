@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import passes
 from .aot import in_cache, package
-from .capture import Binding, capture_function, own_dynamic_shapes, untraced
+from .capture import Binding, capture_function, own_dynamic_shapes, same, untraced
 from .collectives import Collective, collectives
 from .contracts import Contract
 from .cost import Profile, profile_of
@@ -308,7 +308,7 @@ class Placements:
             return None if kind == "output" else Spec.replicate(self.mesh)
         self.used.update(fits)
         exact = [k for k in fits if k in names]
-        if any(_differ(self.given[k], self.given[exact[0]]) for k in exact[1:]):
+        if not all(same(self.given[k], self.given[exact[0]]) for k in exact[1:]):
             raise SpmdError(f"{' and '.join(map(repr, exact))} are one tensor, and their placements differ")
         key = (exact or fits)[0]
         given = self.given[key]
@@ -324,13 +324,6 @@ class Placements:
         for key in self.given:
             if key not in self.used:
                 raise SpmdError(f"no {what} is named {key!r}; {meant(key, self.names)}")
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return bool(one != other)
-    except (RuntimeError, ValueError):  # no placements: tensors
-        return True
 
 
 def export(
