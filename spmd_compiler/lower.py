@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,9 +42,12 @@ Steps = Generator[None, None, Node]
 
 
 class Groups:
-    """The process groups of a mesh: one for each set of axes, made on first need, in program order on every rank."""
+    """The process groups of a mesh: one for each set of axes, made on first need, in program order on every rank.
 
-    _made: dict[tuple[DeviceMesh, tuple[str, ...], bool], str] = {}  # noqa: RUF012
+    Where the mesh's groups are gloo's, those of all axes and of each axis are made at once, of one thread each: a group
+    of two, which is torch's default, writes the name of what it did last from both of them, and two all-gathers that
+    end together free it twice.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.axes = mesh, Mesh.of(mesh).axes
@@ -57,15 +61,48 @@ class Groups:
         ``apart``: one that no graph's collectives run in, nor the caller's.
         """
         order = tuple(a for a in self.axes if a in axes)
-        if len(order) == 1 and not apart:
+        options = _one_thread(self.mesh)
+        if len(order) == 1 and not apart and options is None:
             return self.mesh.get_group(self.axes.index(order[0])).group_name
-        key = (self.mesh, order, apart)
-        if key not in Groups._made:
-            index = tuple(slice(None) if a in order else self.coordinates[a] for a in self.axes)
-            ranks = self.mesh.mesh[index].flatten().tolist()
-            group = dist.new_group(ranks, use_local_synchronization=True, group_desc="spmd_" + "_".join(order))
-            Groups._made[key] = group.group_name
-        return Groups._made[key]
+        made = _GROUPS.setdefault(dist.group.WORLD, {})
+        together = [self.axes, *((a,) for a in self.axes)] if options is not None else []
+        for each, aside in (*((t, False) for t in together), (order, apart)):
+            if (self.mesh, each, aside) not in made:
+                made[self.mesh, each, aside] = self._make(each, options)
+        return made[self.mesh, order, apart]
+
+    def _make(self, axes: Sequence[str], options: Any) -> str:
+        index = tuple(slice(None) if a in axes else self.coordinates[a] for a in self.axes)
+        ranks = self.mesh.mesh[index].flatten().tolist()
+        own = {} if options is None else {"backend": _GLOO, "pg_options": options, "timeout": options._timeout}
+        description = "spmd_" + "_".join(axes)
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **own).group_name
+
+
+# names of groups by the default group (another once torch was started anew), then by mesh, axes and `apart`
+_GROUPS: weakref.WeakKeyDictionary[Any, dict[tuple[DeviceMesh, tuple[str, ...], bool], str]]
+_GROUPS = weakref.WeakKeyDictionary()
+_GLOO = "spmd_gloo"
+
+
+def _one_thread(mesh: DeviceMesh) -> Any:
+    """Options of gloo groups of one thread, on the network and with the timeout of the mesh's own; None: not gloo."""
+    if not dist.is_gloo_available():
+        return None
+    kind = mesh.device_type
+    given = mesh.get_group(0)._get_backend(torch.device(kind))
+    if not isinstance(given, dist.ProcessGroupGloo):
+        return None
+    if _GLOO.upper() not in dist.Backend.__dict__:
+        dist.Backend.register_backend(_GLOO, _gloo_group, extended_api=True, devices=["cpu", "cuda"])
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._timeout, options._threads = given.options._devices, given.options._timeout, 1
+    return options
+
+
+def _gloo_group(place: Any, options: Any) -> Any:
+    options.group_name, options.global_ranks_in_group = place.group_id, place.global_ranks_in_group
+    return dist.ProcessGroupGloo(place.store, place.group_rank, place.group_size, options)
 
 
 # --- this rank's numbers ------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Every collective on real processes, against the global value it stands for."""
 
 import itertools
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.fx import Graph, GraphModule
@@ -174,6 +176,24 @@ def test_fetch(gloo4, name, axes, dtype):
 
 def test_inductor(gloo4):
     gloo4(check_inductor)
+
+
+def check_groups():
+    """One thread each (two write the name of what they did last, and free it twice), the mesh's network and timeout."""
+    groups = groups_of("square")
+    given = groups.mesh.get_group(0)._get_backend(torch.device("cpu"))
+    for axes, apart in itertools.product((("x",), ("y",), ("x", "y")), (False, True)):
+        group = dist.distributed_c10d._resolve_process_group(groups.name(axes, apart))
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._threads == 1 and options._timeout == given.options._timeout
+        assert options._devices == given.options._devices
+        assert group.size() == math.prod(groups.sizes[a] for a in axes)
+        assert (group.group_name == groups.name(axes)) == (not apart)
+    assert lower.Groups(groups.mesh).name(("y", "x")) == groups.name(("x", "y"))
+
+
+def test_groups(gloo4):
+    gloo4(check_groups)
 
 
 def check_placing():
