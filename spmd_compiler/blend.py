@@ -186,12 +186,15 @@ def within(
 
     stage("choosing placements within the memory budget")
     builder.count([top], copies=False, of_inputs=False)
+    # what is held, gathered once
+    worth = problem.profile.collective(problem.mesh, "all_gather", problem.mesh.axes, counted(problem, free.solution))
+    search = functools.partial(cheapest_within, between=between, worth=worth)
     for kind in KINDS:
         if bound >= price() * (1 - ENOUGH):
             break
         try:
             priced = functools.partial(at, kind=kind)
-            cheapest, below, rate = cheapest_within(priced, between, budget, limit=price(), every=kind is None)
+            cheapest, below, rate = search(priced, budget=budget, limit=price(), every=kind is None)
         except OverBudget as error:
             if error.least > budget:
                 raise
@@ -215,7 +218,7 @@ def within(
             room, around = max(budget, begin.held - closer), Around(begin.plan.solution, 0.0) if closer else None
         builder.count(times, copies=True, of_inputs=stuck)
         try:
-            cheapest, _, start = cheapest_within(at, between, room, start or None, price())
+            cheapest, _, start = search(at, budget=room, start=start or None, limit=price())
             keep(cheapest, smallest)
         except OverBudget:
             if around is not None and smallest is begin:

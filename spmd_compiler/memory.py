@@ -19,7 +19,7 @@ from .words import shown
 
 T = TypeVar("T")
 STEP = 4.0  # between rates of memory, until something fits
-RATES = (*(STEP**n for n in range(6)), 1e5)  # against price and bytes of the cheapest plan
+MOST = 1e5  # of these rates, against price and bytes of the cheapest plan
 FLAT = 0.01  # of the bytes: what another rate of bytes of one kind must save
 DEAR = 10.0  # times a plan of fewest bytes: a price above which no plan is looked for
 SECANTS = 6
@@ -213,6 +213,7 @@ def cheapest_within(
     start: float | None = None,
     limit: float = math.inf,
     every: bool = True,
+    worth: float = 0.0,
 ) -> tuple[Found[T], float, float]:
     """The cheapest plan found within the budget, a bound of all that fit, and the rate at which something did.
 
@@ -222,6 +223,7 @@ def cheapest_within(
     last plan within and the last without.  ``between(small, cheap, room)`` gives plans along that edge, ever larger and
     cheaper, up to what ``room`` bytes more than the small one's seem to allow: the last of them that fits is taken.
     What costs ``limit`` or more is of no use.  Unless ``every`` rate is tried, they end where no bytes are saved.
+    ``worth`` is a price to speak of, in seconds, where the cheapest plan costs next to nothing.
 
     Raises `OverBudget` where nothing fits.
     """
@@ -241,8 +243,7 @@ def cheapest_within(
     if outside.held <= budget:
         return outside, bound, 0.0
     free = outside
-    unit = free.price / max(free.counted, 1.0)
-    rates = [r * unit for r in RATES]
+    rates = _rates(free, worth)
     for rate in rates if start is None else [start, *(r for r in rates if r > STEP * start)]:
         within = tried(rate)
         if enough(within):
@@ -262,7 +263,7 @@ def cheapest_within(
         else:
             outside = found
     if within.held > budget:
-        raise OverBudget(budget, smallest.holds, (within.bound - DEAR * within.price) / rate)
+        raise OverBudget(budget, smallest.holds, (within.bound - DEAR * max(within.price, worth)) / rate)
     steps = between(within.plan, outside.plan, budget - within.held)
     low, high = 0, len(steps)
     while low < high:  # the first `low` fit
@@ -274,3 +275,11 @@ def cheapest_within(
         else:
             high = middle - 1
     return within, min(bound, within.price), rate
+
+
+def _rates(free: Found[Any], worth: float) -> list[float]:
+    """Seconds a byte: from the price of the cheapest plan on, and past what is worth to speak of."""
+    last = max(free.price, worth) or 1.0
+    first = max(free.price, last / STEP**5)
+    count = 6 + math.ceil(math.log(last / first, STEP))
+    return [r / max(free.counted, 1.0) for r in (*(first * STEP**n for n in range(count)), MOST * last)]

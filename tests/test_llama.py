@@ -113,8 +113,7 @@ def test_megatron_reduces_twice_a_layer_and_phase():
     rest = [c.shape for c in program.collectives if math.prod(c.shape) != size]
     assert max(torch.Size(s).numel() for s in rest) == 2 * config.length  # the loss: one value a token
     # the price is that of what is in the text
-    prices = [spmd.PROFILES["bytes"].collective(program.mesh, c.kind, (c.axis,), c.bytes) for c in program.collectives]
-    assert program.price == pytest.approx(sum(prices), rel=1e-4)
+    assert program.price == pytest.approx(priced(program.mesh, program.collectives, spmd.PROFILES["bytes"]), rel=1e-4)
 
 
 def test_same_text_in_every_process():

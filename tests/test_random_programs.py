@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import spmd_compiler as spmd
+from prices import WIRES, priced
 
 
 def _matmul(x, r):
@@ -70,15 +71,19 @@ def draw_program(seed):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs(seed):
+    """What they compute, and what they cost: where computing is free, that is what the emitted collectives cost."""
     function, x, names = draw_program(seed)
     r = random.Random(~seed)
-    mesh = r.choice([{"a": 4}, {"a": 3}, {"a": 2, "b": 2}])
+    mesh = r.choice([{"a": 4}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}])
+    profile = "bytes" if seed % 2 else WIRES
     options = [Replicate(), Partial(), *(Shard(d) for d in range(x.dim()))]
     placed = [r.choice(options) for _ in mesh]
-    program = spmd.export(function, (x,), mesh=mesh, placements={"x": placed}, backward=True, profile="bytes")
+    program = spmd.export(function, (x,), mesh=mesh, placements={"x": placed}, backward=True, profile=profile)
     (loss, out), grads = program.simulate(x)
     want, wanted = function(x)
     told = f"{names} of {tuple(x.shape)} {placed} on {mesh}"
     torch.testing.assert_close(out, wanted.detach(), msg=lambda m: f"{told}: {m}")
     torch.testing.assert_close(loss, want.detach(), msg=lambda m: f"{told}: {m}")
     torch.testing.assert_close(grads["x"], torch.autograd.grad(want, x)[0], msg=lambda m: f"{told}: {m}")
+    if profile is WIRES:
+        assert program.price == pytest.approx(priced(program.mesh, program.collectives), rel=1e-9, abs=1e-20), told
