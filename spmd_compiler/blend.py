@@ -153,8 +153,11 @@ def within(
 
     def found(solution: Solution, kind: bool | None = None) -> Found[Any]:
         nonlocal smallest
-        plan = free if solution is free.solution else builder.plan(solution)
-        bytes_held, peak = (held, top) if plan is free else holds(plan)
+        choices = tuple(solution.choices)
+        if choices not in made:
+            plan = builder.plan(solution)
+            made[choices] = plan, *holds(plan)
+        plan, bytes_held, peak = made[choices]
         peaks.append(peak)
         found = Found(plan, bytes_held, counted(problem, solution, kind), solution.price, solution.bound)
         smallest = found if smallest is None or found.held < smallest.held else smallest
@@ -172,6 +175,7 @@ def within(
     held, top = holds(free)
     if sum(held.values()) <= budget:
         return free
+    made = {tuple(free.solution.choices): (free, held, top)}
     best: Found[Any] | None = None
     bound = free.solution.bound
     start: float | None = None

@@ -63,6 +63,7 @@ class Problem:
     variables: list[Variable] = field(default_factory=list)
     hubs: list[Hub] = field(default_factory=list)
     uneven: frozenset[tuple[int, int]] = frozenset()
+    tables: dict[object, Table] = field(default_factory=dict, repr=False)  # shared by problems of other weights
 
 
 @dataclass
@@ -100,7 +101,6 @@ class Tables:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.cache: dict[object, Table] = {}
         self.kept: dict[object, np.ndarray] = {}
         self.by_choices: dict[object, Table] = {}
 
@@ -129,9 +129,9 @@ class Tables:
         )  # fmt: skip
         regular = all(s.is_even(hub.shape, p.mesh) for s in seen)
         key = (options, even, frozenset(seen)) if regular else (hub.shape, hub.element, frozenset(seen))
-        if key not in self.cache:
-            self.cache[key] = self._build(hub, seen, options, regular)
-        return self.cache[key]
+        if key not in p.tables:
+            p.tables[key] = self._build(hub, seen, options, regular)
+        return p.tables[key]
 
     def _build(self, hub: Hub, seen: set[Spec], options: Sequence[Sequence], regular: bool) -> Table:
         p = self.problem
@@ -214,11 +214,16 @@ def preference(problem: Problem, index: int, pick: int) -> float:
     made = [s for s in choice.results if s is not None]
     cuts = [cut for s in (*choice.operands, *made) for cut in s.sharding.items()]
     found = DIM * sum(dim * len(axes) + _turned(axes, mesh) for dim, axes in cuts)
-    found += DRAWN * zlib.crc32(str(choice).encode()) / 2**32 * (1.0 + PLACE * index)
+    found += DRAWN * _drawn(choice) * (1.0 + PLACE * index)
     if choice.operands and not variable.compute.any():
         return found  # a view
     held = sum(HELD / s.shards(mesh) + PARTIAL * len(s.partial_axes()) for s in made)
     return (1.0 if variable.late else FORWARD) * held + found
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _drawn(choice: Choice) -> float:
+    return zlib.crc32(str(choice).encode()) / 2**32
 
 
 def _turned(axes: Sequence[str], mesh: Mesh) -> int:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from prices import WIRES
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
@@ -210,6 +211,23 @@ def test_budgets_against_every_placement(sizes, mesh):
     with pytest.raises(spmd.SpmdError, match="no plan was found within the memory budget") as refused:
         spmd.export(products, args, **given, memory_budget=least // 4)
     assert refused.value.least <= least <= refused.value.held <= 1.2 * least
+
+
+def test_a_budget_where_the_cheapest_costs_next_to_nothing():
+    """What is replicated sends nothing: rates of memory are those of what it takes to gather, whatever that costs."""
+    given = dict(mesh={"a": 4}, placements={n: "auto" for n in "xvw"}, backward=True, profile=WIRES)
+    args = tuple(torch.zeros(s, requires_grad=True) for s in ((16, 8), (8, 32), (32, 8)))
+    free = spmd.export(products, args, **given)
+    assert not free.collectives
+    for part in (0.9, 0.6, 0.4):
+        budget = part * sum(free.memory.values())
+        assert sum(spmd.export(products, args, **given, memory_budget=budget).memory.values()) <= budget
+    with pytest.raises(spmd.SpmdError, match="every plan holds") as refused:
+        spmd.export(products, args, **given, memory_budget=100)
+    assert 100 < refused.value.least <= refused.value.held
+    for mesh in ({"a": 1}, {"a": 4}):  # a view costs nothing anywhere
+        with pytest.raises(spmd.SpmdError, match="no plan was found within the memory budget of 1000 B"):
+            spmd.export(torch.t, (torch.zeros(64, 64),), mesh=mesh, placements={"*": "auto"}, memory_budget=1000)
 
 
 def test_a_budget_that_needs_uneven_cuts():

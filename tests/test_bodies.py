@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch._higher_order_ops as higher_order
+from prices import WIRES, priced
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from versions import TORCH
@@ -229,7 +230,7 @@ class Tower(nn.Module):
         return nn.functional.dropout(x, self.drop).square().mean()
 
 
-def regions(depth, verify=True, batch=8, **given):
+def regions(depth, verify=True, batch=8, profile="bytes", **given):
     """The passes' program of a step of a tower of equal regions: weights on tp, the batch on dp."""
     torch._dynamo.reset()
     found = []
@@ -241,7 +242,7 @@ def regions(depth, verify=True, batch=8, **given):
             spec = next((t for k, t in dims.items() if k in given.name and given.kind != "tangent"), None)
             if spec is not None:
                 captured.inputs[i] = dataclasses.replace(given, spec=spmd.Spec.parse(spec))
-        found.append(passes.run(captured, passes.Options("bytes", verify=verify)))
+        found.append(passes.run(captured, passes.Options(profile, verify=verify)))
         return gm.forward
 
     torch.compile(Tower(depth, **given), backend=plan)(torch.randn(batch, 16))
@@ -294,6 +295,14 @@ def test_regions_draw_what_they_draw_inlined(batch):
     found = [{o.name + o.kind: v for o, v in zip(p.outputs, simulate_outputs(p, [given[i.name] for i in p.inputs]), strict=True)}
              for p in (inlined, local)]  # fmt: skip
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("batch", [8, 7])
+def test_the_price_of_regions_is_that_of_what_each_call_sends(batch):
+    local = regions(3, batch=batch, profile=WIRES)
+    sent = collectives(nodes_within(local.graph.graph))
+    assert any(c.times > 1 for c in sent)
+    assert local.price - local.saved == pytest.approx(priced(local.mesh, sent), rel=1e-9)
 
 
 def test_a_region_whose_backward_draws_too_is_refused():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prices import priced
 from torch.distributed.tensor import Replicate, Shard
 
 import spmd_compiler as spmd

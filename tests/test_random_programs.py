@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from prices import WIRES, priced
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import spmd_compiler as spmd
-from prices import WIRES, priced
 
 
 def _matmul(x, r):

@@ -7,6 +7,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from prices import WIRES, priced
 from torch.distributed.tensor import Shard
 from versions import TORCH
 
@@ -66,6 +67,13 @@ def test_a_program_is_read_saved_verified_and_explained(case, tmp_path):
             torch.testing.assert_close(got, want)
             for name, weight in model.named_parameters():
                 torch.testing.assert_close(grads[name], weight.grad)
+
+
+@pytest.mark.parametrize("case", ["megatron", "fsdp"])
+def test_the_price_is_that_of_what_is_sent_at_the_example(case):
+    given = {k: CASES[case][k] for k in ("mesh", "placements")}
+    program = spmd.export(Labelled(), batch(0.5), backward=True, profile=WIRES, **given)
+    assert program.price == pytest.approx(priced(program.mesh, program.collectives), rel=1e-9) and program.gap == 0.0
 
 
 def test_experts_take_their_tokens():
