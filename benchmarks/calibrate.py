@@ -37,6 +37,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from spmd_compiler.collectives import wire_bytes
 from spmd_compiler.cost import Link
+from spmd_compiler.lower import Groups
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = [2**n for n in range(12, 25, 2)]  # bytes of the larger of operand and result
@@ -96,14 +97,14 @@ def fit(rows: list[tuple[str, float, float, float]]) -> tuple[float, float]:
 
 def links(mesh: dist.DeviceMesh, axis: str, count: int, say: Callable[[str], None]) -> Link:
     """The link of an axis, with each kind of collective's own."""
-    group = mesh.get_group(axis)
-    processes = dist.get_world_size(group)
+    groups = Groups(mesh)  # those that programs run in
+    group, processes = groups.name([axis]), groups.sizes[axis]
     a, b = torch.randn(128, 256), torch.randn(256, 256)
     alone = row(count, lambda: a @ b)
     rows = []
     for kind in KINDS:
         for size in SIZES:
-            call, result = collective(kind, size, processes, group.group_name)
+            call, result = collective(kind, size, processes, group)
             seconds = max(row(count, lambda: a @ b, call) - alone, 1e-6)
             steps = {"all_reduce": 2 * (processes - 1), "all_to_all": 1}.get(kind, processes - 1)
             rows.append((kind, math.sqrt(steps), wire_bytes(kind, result, processes), seconds))
