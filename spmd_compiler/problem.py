@@ -128,7 +128,8 @@ class Tables:
                   for c in itertools.combinations(p.mesh.shape, k)) for n in hub.shape
         )  # fmt: skip
         regular = all(s.is_even(hub.shape, p.mesh) for s in seen)
-        key = (options, even, frozenset(seen)) if regular else (hub.shape, hub.element, frozenset(seen))
+        sent = bool(math.prod(hub.shape) * hub.element)  # what is empty, or of no weight, has other prices
+        key = (options, even, sent, frozenset(seen)) if regular else (hub.shape, hub.element, frozenset(seen))
         if key not in p.tables:
             p.tables[key] = self._build(hub, seen, options, regular)
         return p.tables[key]

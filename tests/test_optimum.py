@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from prices import WIRES, priced
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import spmd_compiler as spmd
@@ -153,3 +154,14 @@ def test_the_cheapest_plan_moves_what_is_small(case):
     if wire is not None:
         assert program.wire_bytes == wire
     torch.testing.assert_close(program.simulate(x), function(x))
+
+
+@pytest.mark.parametrize("shapes", itertools.permutations([(0, 8), (8, 8), (16, 8)], 2), ids=str)
+def test_what_is_empty_lends_no_price_to_what_is_not(shapes):
+    """Moves of the two values share a table, whose prices are by the byte."""
+    cut = {n: [Shard(0)] for n in "xy"}
+    program = spmd.export(
+        lambda x, y: (x.cumsum(0), y.cumsum(0)), tuple(map(torch.zeros, shapes)), mesh={"a": 4}, placements=cut,
+        profile=WIRES,
+    )  # fmt: skip
+    assert program.price == pytest.approx(priced(program.mesh, program.collectives)) and program.gap == 0.0
