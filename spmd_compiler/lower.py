@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -30,9 +31,10 @@ from torch.fx.node import map_arg
 from . import collectives as coll
 from .bodies import call_of, made_by
 from .ir import body_of
-from .placements import Mesh
+from .placements import Mesh, SpmdError
 from .symbolic import bind_tree, symbols_in
 from .symints import bind_sizes
+from .words import shown
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -47,10 +49,19 @@ class Groups:
     Where the mesh's groups are gloo's, those of all axes and of each axis are made at once, of one thread each: a group
     of two, which is torch's default, writes the name of what it did last from both of them, and two all-gathers that
     end together free it twice.
+
+    Raises `SpmdError` for a mesh whose ranks descend along an axis: torch's groups count them in ascending order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.axes = mesh, Mesh.of(mesh).axes
+        for dim, axis in enumerate(self.axes):
+            rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim])
+            for row in rows[(rows.diff() < 0).any(-1)][:1].tolist():
+                raise SpmdError(
+                    f"axis {axis!r} of {mesh} runs over ranks {shown(row)}, which torch's groups count in ascending "
+                    "order, so that DTensor takes one's piece for another's; list ranks that ascend along each axis"
+                )
         self.sizes = dict(zip(self.axes, map(int, mesh.shape), strict=True))
         place = mesh.get_coordinate()
         self.coordinates = dict(zip(self.axes, place or (0,) * len(self.axes), strict=True))
@@ -74,9 +85,17 @@ class Groups:
     def _make(self, axes: Sequence[str], options: Any) -> str:
         index = tuple(slice(None) if a in axes else self.coordinates[a] for a in self.axes)
         ranks = self.mesh.mesh[index].flatten().tolist()
-        own = {} if options is None else {"backend": _GLOO, "pg_options": options, "timeout": options._timeout}
-        description = "spmd_" + "_".join(axes)
-        return dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **own).group_name
+        own: dict[str, Any] = {"use_local_synchronization": True, "group_desc": "spmd_" + "_".join(axes)}
+        if options is not None:
+            own |= {"backend": _GLOO, "pg_options": options, "timeout": options._timeout}
+        if ranks != sorted(ranks):
+            if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+                raise SpmdError(
+                    f"ranks {shown(ranks)} of axes {', '.join(axes)} of {self.mesh} do not ascend, and a group of "
+                    f"torch {torch.__version__} can't keep their order; torch 2.13 can"
+                )
+            own["sort_ranks"] = False
+        return dist.new_group(ranks, **own).group_name
 
 
 # names of groups by the default group (another once torch was started anew), then by mesh, axes and `apart`
