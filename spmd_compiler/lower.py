@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import weakref
@@ -72,22 +73,31 @@ class Groups:
         ``apart``: one that no graph's collectives run in, nor the caller's.
         """
         order = tuple(a for a in self.axes if a in axes)
-        options = _one_thread(self.mesh)
-        if len(order) == 1 and not apart and options is None:
+        if len(order) == 1 and not apart and self.gloo is None:
             return self.mesh.get_group(self.axes.index(order[0])).group_name
         made = _GROUPS.setdefault(dist.group.WORLD, {})
-        together = [self.axes, *((a,) for a in self.axes)] if options is not None else []
+        together = [self.axes, *((a,) for a in self.axes)] if self.gloo is not None else []
         for each, aside in (*((t, False) for t in together), (order, apart)):
             if (self.mesh, each, aside) not in made:
-                made[self.mesh, each, aside] = self._make(each, options)
+                made[self.mesh, each, aside] = self._make(each)
         return made[self.mesh, order, apart]
 
-    def _make(self, axes: Sequence[str], options: Any) -> str:
+    @functools.cached_property
+    def gloo(self) -> Any:
+        """The options of the mesh's own groups, where they are gloo's."""
+        if not dist.is_gloo_available():
+            return None
+        given = self.mesh.get_group(0)._get_backend(torch.device(self.mesh.device_type))
+        return given.options if isinstance(given, dist.ProcessGroupGloo) else None
+
+    def _make(self, axes: Sequence[str]) -> str:
         index = tuple(slice(None) if a in axes else self.coordinates[a] for a in self.axes)
         ranks = self.mesh.mesh[index].flatten().tolist()
         own: dict[str, Any] = {"use_local_synchronization": True, "group_desc": "spmd_" + "_".join(axes)}
-        if options is not None:
-            own |= {"backend": _GLOO, "pg_options": options, "timeout": options._timeout}
+        if self.gloo is not None:
+            if _GLOO.upper() not in dist.Backend.__dict__:
+                dist.Backend.register_backend(_GLOO, _one_thread, extended_api=True, devices=["cpu", "cuda"])
+            own |= {"backend": _GLOO, "pg_options": self.gloo, "timeout": self.gloo._timeout}
         if ranks != sorted(ranks):
             if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
                 raise SpmdError(
@@ -104,22 +114,10 @@ _GROUPS = weakref.WeakKeyDictionary()
 _GLOO = "spmd_gloo"
 
 
-def _one_thread(mesh: DeviceMesh) -> Any:
-    """Options of gloo groups of one thread, on the network and with the timeout of the mesh's own; None: not gloo."""
-    if not dist.is_gloo_available():
-        return None
-    kind = mesh.device_type
-    given = mesh.get_group(0)._get_backend(torch.device(kind))
-    if not isinstance(given, dist.ProcessGroupGloo):
-        return None
-    if _GLOO.upper() not in dist.Backend.__dict__:
-        dist.Backend.register_backend(_GLOO, _gloo_group, extended_api=True, devices=["cpu", "cuda"])
+def _one_thread(place: Any, given: Any) -> Any:
+    """A group of gloo's of one thread, on the network and with the timeout of the options ``given``."""
     options = dist.ProcessGroupGloo._Options()
-    options._devices, options._timeout, options._threads = given.options._devices, given.options._timeout, 1
-    return options
-
-
-def _gloo_group(place: Any, options: Any) -> Any:
+    options._devices, options._timeout, options._threads = given._devices, given._timeout, 1
     options.group_name, options.global_ranks_in_group = place.group_id, place.global_ranks_in_group
     return dist.ProcessGroupGloo(place.store, place.group_rank, place.group_size, options)
 

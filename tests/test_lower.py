@@ -212,6 +212,7 @@ def check_groups():
         options = group._get_backend(torch.device("cpu")).options
         assert options._threads == 1 and options._timeout == given.options._timeout
         assert options._devices == given.options._devices
+        assert options.global_ranks_in_group == dist.get_process_group_ranks(group)
         assert group.size() == math.prod(groups.sizes[a] for a in axes)
         assert (group.group_name == groups.name(axes)) == (not apart)
     assert lower.Groups(groups.mesh).name(("y", "x")) == groups.name(("x", "y"))
